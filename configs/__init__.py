@@ -1,0 +1,1 @@
+"""Configurations: get_config(arg) files of plain data."""

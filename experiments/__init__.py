@@ -1,0 +1,1 @@
+"""absl programs: train, evaluate, generate, bench, tokenize."""

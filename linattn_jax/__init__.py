@@ -1,0 +1,1 @@
+"""Linear-attention sequence mixers for JAX: pure functions under one signature."""

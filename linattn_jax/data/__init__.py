@@ -1,0 +1,1 @@
+"""Seeded, checkpointable grain pipelines from text, TFDS datasets and token files to batches."""

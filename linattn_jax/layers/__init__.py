@@ -1,0 +1,1 @@
+"""Flax NNX modules that own parameters and call a mixer."""

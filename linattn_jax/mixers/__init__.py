@@ -1,0 +1,1 @@
+"""Sequence mixers as pure functions: recurrent, associative and chunkwise forms side by side."""

@@ -1,0 +1,1 @@
+"""The training step, optimizer, loop, checkpoints and metrics; reads no flags."""

@@ -1,0 +1,1 @@
+"""Pallas kernels for the chunkwise mixers; usable without Flax."""
