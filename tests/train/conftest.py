@@ -1,0 +1,97 @@
+"""A small recurrent decoder that obeys the decoder's interface, and batches for it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+
+class _Mixer(nnx.Module):
+    def __init__(self, layers, width, rngs):
+        self.q_proj = _Kernel((layers, width, width), rngs)
+        self.o_proj = _Kernel((layers, width, width), rngs)
+        self.dt_bias = nnx.Param(jnp.full((layers, width), 1.0))
+
+
+class _Kernel(nnx.Module):
+    def __init__(self, shape, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape) / shape[-2] ** 0.5)
+
+
+class _Norm(nnx.Module):
+    def __init__(self, layers, width):
+        self.scale = nnx.Param(jnp.ones((layers, width)))
+
+
+class _Layers(nnx.Module):
+    def __init__(self, layers, width, rngs):
+        self.mixer = _Mixer(layers, width, rngs)
+        self.norm = _Norm(layers, width)
+
+
+class StandIn(nnx.Module):
+    """Two stacked layers of a gated running average, tied embedding; segments and padding respected."""
+
+    def __init__(self, vocab_size=17, width=16, layers=2, *, rngs):
+        self.embed = nnx.Param(0.5 * jax.random.normal(rngs.params(), (vocab_size, width)))
+        self.layers = _Layers(layers, width, rngs)
+        self.shape = (layers, width)
+
+    def init_state(self, batch, capacity=None):
+        del capacity
+        return {"h": jnp.zeros((self.shape[0], batch, self.shape[1]))}
+
+    def unembedding(self):
+        return self.embed[...].T
+
+    def __call__(self, tokens, *, state=None, segment_ids=None, initial_segment_id=None):
+        batch, steps = tokens.shape
+        state = self.init_state(batch) if state is None else state
+        segments = jnp.zeros((batch, steps), jnp.int32) if segment_ids is None else segment_ids
+        before = jnp.full((batch,), -1, jnp.int32) if initial_segment_id is None else initial_segment_id
+        # An id outside the table reads NaN, as a blown-up activation would.
+        x = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        finals = []
+        for i in range(self.shape[0]):
+            gate = jax.nn.sigmoid(self.layers.mixer.dt_bias[...][i])
+            y = jnp.tanh(x @ self.layers.mixer.q_proj.kernel[...][i]) * self.layers.norm.scale[...][i]
+
+            def tick(carry, inputs, gate=gate):
+                h, last = carry
+                value, segment = inputs
+                real = segment >= 0
+                kept = jnp.where((segment == last)[:, None], h, 0)
+                h = jnp.where(real[:, None], gate * kept + (1 - gate) * value, h)
+                return (h, jnp.where(real, segment, last)), h
+
+            (final, _), hs = jax.lax.scan(tick, (state["h"][i], before), (y.swapaxes(0, 1), segments.T))
+            finals.append(final)
+            x = x + hs.swapaxes(0, 1) @ self.layers.mixer.o_proj.kernel[...][i]
+        return x, {"h": jnp.stack(finals)}
+
+
+@pytest.fixture(scope="session")
+def build_decoder():
+    """build_decoder(seed=0, **sizes) -> a stand-in decoder."""
+    return lambda seed=0, **sizes: StandIn(**sizes, rngs=nnx.Rngs(seed))
+
+
+@pytest.fixture(scope="session")
+def make_batch():
+    """make_batch(rows, steps, seed) -> a batch with ragged padding and two segments a row."""
+
+    def make(rows=4, steps=12, seed=0, vocab_size=17):
+        rng = np.random.default_rng(seed)
+        ids = np.repeat(np.arange(2), [steps // 3, steps - steps // 3])[None].repeat(rows, 0).astype(np.int32)
+        for row in range(rows):
+            ids[row, steps - row :] = -1
+        return {
+            "inputs": rng.integers(0, vocab_size, (rows, steps), dtype=np.int32),
+            "targets": rng.integers(0, vocab_size, (rows, steps), dtype=np.int32),
+            "segment_ids": ids,
+        }
+
+    return make
