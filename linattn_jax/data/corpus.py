@@ -21,12 +21,14 @@ class Corpus:
     """Documents that can be read in any order.
 
     `corpus[i]` is the document's text as valid UTF-8 bytes or, in a token folder, its token ids as int32 [n].
-    `sizes` is int64 [len(corpus)]: bytes of text per document; where `exact_sizes` is False they are estimates
-    (parquet and TFDS files do not record them, JSON lines count their quotes and escapes).
+    `sizes` is int64 [len(corpus)]: bytes of text per document. Where `exact_sizes` is False they are estimates (JSON
+    lines count their quotes and escapes), and where `ranked_sizes` is False not even their order can be trusted (large
+    parquet files and TFDS record only sums).
     """
 
     sizes: np.ndarray
     exact_sizes: bool = True
+    ranked_sizes: bool = True
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -91,6 +93,7 @@ class Concatenation(Corpus):
         self.parts = list(parts)
         self.sizes = np.concatenate([part.sizes for part in self.parts])
         self.exact_sizes = all(part.exact_sizes for part in self.parts)
+        self.ranked_sizes = all(part.ranked_sizes for part in self.parts)
         self._ends = np.cumsum([len(part) for part in self.parts]).tolist()
 
     def _locate(self, index: int) -> tuple[Corpus, int]:
@@ -128,6 +131,7 @@ class Subset(Corpus):
         self.indices = indices
         self.sizes = parent.sizes[indices]
         self.exact_sizes = parent.exact_sizes
+        self.ranked_sizes = parent.ranked_sizes
         self._keys = keys[indices]
 
     def __getitem__(self, index: int) -> Document:
@@ -157,14 +161,14 @@ def split_by_hash(corpus: Corpus, heldout_percent: float, source: str) -> tuple[
         UserError: the percentage is outside [0, 100) or there is only one document to share.
     """
     if not 0 <= heldout_percent < 100:
-        raise UserError(f"data.heldout_percent must be at least 0 and below 100, but it is {heldout_percent}.")
+        raise UserError(f"data.heldout_percent must be at least 0 and below 100, but it is {heldout_percent}")
     keys = np.fromiter((corpus.key(i) for i in range(len(corpus))), dtype=np.uint64, count=len(corpus))
     heldout = keys < np.uint64(int(heldout_percent / 100 * 2**64))
     if heldout_percent > 0:
         if len(corpus) < 2:
             raise UserError(
                 f"{source} holds only one document, which cannot be both trained on and held out: name another file "
-                "in data.heldout, add documents, or set data.heldout_percent to 0 and evaluate on nothing."
+                "in data.heldout, add documents, or set data.heldout_percent to 0 and evaluate on nothing"
             )
         if not heldout.any():
             heldout[np.argmin(keys)] = True

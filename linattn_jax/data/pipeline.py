@@ -77,29 +77,26 @@ def train_iterator(
     """
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("process_count", process_count)):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, but it is {value}.")
+            raise ValueError(f"{name} must be at least 1, but it is {value}")
     if layout not in ("packed", "contiguous"):
-        raise ValueError(f"layout must be 'packed' or 'contiguous', but it is {layout!r}.")
+        raise ValueError(f"layout must be 'packed' or 'contiguous', but it is {layout!r}")
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, {process_count}), but it is {process_index}.")
+        raise ValueError(f"process_index must be in [0, {process_count}), but it is {process_index}")
     corpus.check_tokenizer(tokenizer)
     share = len(range(process_index, len(corpus), process_count))
     if len(corpus) < process_count:
-        raise UserError(f"The corpus has {len(corpus)} documents, too few to share among {process_count} processes.")
+        raise UserError(f"the corpus has {len(corpus)} documents, too few to share among {process_count} processes")
     turns = 1
     if layout == "packed":
         turns = max(1, min(_PACKED_TURNS, share // batch_size, _OPEN_BYTES // (4 * batch_size * _usual_bytes(corpus))))
     pieces = math.ceil(2 * batch_size / share) if share < 2 * batch_size else 1
-    source = _EncodedPieces(corpus, tokenizer, pieces)
-    _check_enough(source, range(process_index * pieces, len(source), process_count * pieces), batch_size, seq_len)
+    source = _EncodedPieces(corpus, tokenizer, range(process_index, len(corpus), process_count), pieces)
+    _check_enough(source, batch_size, seq_len)
     _warn_if_short(corpus, tokenizer, seq_len)
 
-    documents = grain.MapDataset.source(source)
-    if process_count > 1:
-        documents = documents[process_index::process_count]
     # grain adds the epoch to the seed, so neighbouring seeds would share orders if they were passed as they are.
     digest = hashlib.blake2b(f"{seed} {process_index}".encode(), digest_size=4).digest()
-    documents = documents.shuffle(seed=int.from_bytes(digest, "big")).repeat()
+    documents = grain.MapDataset.source(source).shuffle(seed=int.from_bytes(digest, "big")).repeat()
     dataset: grain.IterDataset[Batch] = _Streams(
         documents.map_with_index(lambda index, ids: (index, ids)), batch_size, seq_len, turns, workers
     )
@@ -113,23 +110,22 @@ def _usual_bytes(corpus: Corpus) -> int:
 
 
 class _EncodedPieces:
-    """Random access to [EOT, x_1..x_n, EOT] of each document, or to `pieces` overlapping cuts of it; None if empty."""
+    """Random access to [EOT, x_1..x_n, EOT] of some documents, or to `pieces` cuts of each; None if empty."""
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, pieces: int):
-        self._corpus, self._tokenizer, self._pieces = corpus, tokenizer, pieces
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, indices: range, pieces: int):
+        self._corpus, self._tokenizer, self.indices, self._pieces = corpus, tokenizer, indices, pieces
         # Each piece needs its whole document tokenized; without pieces a document is not asked for twice.
         self._encode = functools.lru_cache(maxsize=64)(self.encode) if pieces > 1 else self.encode
 
     def __len__(self) -> int:
-        return len(self._corpus) * self._pieces
+        return len(self.indices) * self._pieces
 
     def encode(self, index: int) -> np.ndarray | None:
         return encode_document(self._corpus[index], self._tokenizer, self._corpus, index)
 
     def __getitem__(self, index: int) -> np.ndarray | None:
-        index = int(index)
-        document, piece = index % len(self._corpus), index // len(self._corpus)
-        ids = self._encode(document)
+        piece, document = divmod(int(index), len(self.indices))
+        ids = self._encode(self.indices[document])
         if ids is None or self._pieces == 1:
             return ids
         positions = len(ids) - 1
@@ -153,23 +149,23 @@ def encode_document(document: Document, tokenizer: Tokenizer, corpus: Corpus, in
     return framed
 
 
-def _check_enough(source: _EncodedPieces, indices: range, batch_size: int, seq_len: int) -> None:
+def _check_enough(source: _EncodedPieces, batch_size: int, seq_len: int) -> None:
     """An endless loader over too few tokens would fill a batch with repeats, and over none would never return."""
     found = 0
-    for index in range(indices.start // source._pieces, len(source._corpus), max(1, indices.step // source._pieces)):
+    for index in source.indices:
         ids = source.encode(index)
         found += 0 if ids is None else len(ids) - 1
         if found >= batch_size * seq_len:
             return
     raise UserError(
-        f"The corpus gives this process {found} tokens, fewer than one batch of {batch_size} rows x {seq_len} "
-        "positions: add text, or lower batch_size or data.seq_len."
+        f"the corpus gives this process {found} tokens, fewer than one batch of {batch_size} rows x {seq_len} "
+        "positions: add text, or lower batch_size or data.seq_len"
     )
 
 
 def _warn_if_short(corpus: Corpus, tokenizer: Tokenizer, seq_len: int) -> None:
     longest = int(np.argmax(corpus.sizes))
-    if corpus.longest_bytes >= 16 * seq_len or (not corpus.exact_sizes and np.ptp(corpus.sizes) == 0):
+    if corpus.longest_bytes >= 16 * seq_len or not corpus.ranked_sizes:
         return
     ids = encode_document(corpus[longest], tokenizer, corpus, longest)
     if ids is not None and len(ids) - 1 < seq_len:
@@ -249,9 +245,9 @@ class _StreamsIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if list(state["shape"]) != self._shape():
             raise UserError(
-                f"The saved data position is of batches with rows x length x turns {tuple(state['shape'])}, but this "
+                f"the saved data position is of batches with rows x length x turns {tuple(state['shape'])}, but this "
                 f"run makes {tuple(self._shape())}: resume with the batch size, sequence length, layout and corpus "
-                "that it was started with."
+                "that it was started with"
             )
         self._turn = int(state["turn"])
         self._indices = list(state["indices"])
@@ -362,7 +358,7 @@ def _covered(corpus: Corpus, max_bytes: int) -> Iterator[int]:
     """Documents in the order of their hashes, which is the same on every machine and does not follow the alphabet."""
     if not len(corpus):
         raise UserError(
-            "There are no held-out documents: set data.heldout_percent above 0 or name a file in data.heldout."
+            "there are no held-out documents: set data.heldout_percent above 0 or name a file in data.heldout"
         )
     total = 0
     for index in sorted(range(len(corpus)), key=lambda i: (corpus.key(i), i)):

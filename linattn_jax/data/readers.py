@@ -122,9 +122,9 @@ def _json_text(line: bytes, where: str, field: str) -> bytes:
     try:
         record = json.loads(line.decode("utf-8", "replace").lstrip("\ufeff"))
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno}).") from None
+        raise UserError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
-        raise UserError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}.")
+        raise UserError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
     return field_text(record, where, field)
 
 
@@ -132,7 +132,7 @@ def field_text(record: dict[str, Any], where: str, field: str) -> bytes:
     """The text in one field of a record, empty for null. Raises UserError if there is no such field or no text."""
     if field not in record:
         seen = ", ".join(map(str, record)) or "none"
-        raise UserError(f"{where}: no field {field!r} to read text from; its fields are: {seen} (set data.text_field).")
+        raise UserError(f"{where}: no field {field!r} to read text from; its fields are: {seen} (set data.text_field)")
     value = record[field]
     if value is None:
         return b""
@@ -140,7 +140,7 @@ def field_text(record: dict[str, Any], where: str, field: str) -> bytes:
         return text_to_bytes(value)
     if isinstance(value, bytes):
         return clean_utf8(value)
-    raise UserError(f"{where}: the field {field!r} holds {type(value).__name__}, not text.")
+    raise UserError(f"{where}: the field {field!r} holds {type(value).__name__}, not text")
 
 
 class CompressedJsonLines(Corpus):
@@ -177,7 +177,7 @@ def _decompress(path: Path) -> Iterator[bytes]:
         else:
             yield from _decompress_zstd(path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} cannot be decompressed: {str(error).rstrip('.')}.") from error
+        raise UserError(f"{path} cannot be decompressed: {str(error).rstrip('.')}") from error
 
 
 def _decompress_zstd(path: Path) -> Iterator[bytes]:
@@ -191,12 +191,12 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
                 try:
                     yield decoder.decompress(block)
                 except zstandard.ZstdError as error:
-                    raise UserError(f"{path} cannot be decompressed: {error}.") from error
+                    raise UserError(f"{path} cannot be decompressed: {error}") from error
                 block = decoder.unused_data if decoder.eof else b""
                 if decoder.eof:
                     decoder = None
     if decoder is not None:
-        raise UserError(f"{path} cannot be decompressed: the file ends inside a frame.")
+        raise UserError(f"{path} cannot be decompressed: the file ends inside a frame")
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -219,6 +219,7 @@ class Parquet(Corpus):
 
     def __init__(self, path: Path, name: str, field: str, cache_bytes: int = 2**28):
         import pyarrow as pa
+        import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
         self._path, self._name, self._field = path, name, field
@@ -227,25 +228,30 @@ class Parquet(Corpus):
                 schema, metadata = file.schema_arrow, file.metadata
                 groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{path} cannot be read as parquet: {_one_line(error)}.") from error
+            raise UserError(f"{path} cannot be read as parquet: {_one_line(error)}") from error
         if field not in schema.names:
             raise UserError(f"{path}: no column {field!r} to read text from; its columns are: "
-                            f"{', '.join(schema.names)} (set data.text_field).")  # fmt: skip
+                            f"{', '.join(schema.names)} (set data.text_field)")  # fmt: skip
         kind = schema.field(field).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not any(is_(kind) for is_ in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view,
                                          pa.types.is_binary, pa.types.is_large_binary)):  # fmt: skip
-            raise UserError(f"{path}: the column {field!r} holds {kind}, not text.")
+            raise UserError(f"{path}: the column {field!r} holds {kind}, not text")
         rows = np.asarray([group.num_rows for group in groups], dtype=np.int64)
         self._ends = np.cumsum(rows)
         sizes = [_column_bytes(group, field) // max(group.num_rows, 1) for group in groups]
         self.sizes = np.repeat(np.asarray(sizes, dtype=np.int64), rows)
-        if self.total_bytes > cache_bytes:
-            logging.warning("%s: the column %r is larger than the %d MB cache; experiments/tokenize.py makes a token "
-                            "folder that is quick to read in any order", path, field, cache_bytes >> 20)  # fmt: skip
         self._cache_bytes = cache_bytes
         self._cache: collections.OrderedDict[int, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self.ranked_sizes = self.total_bytes <= cache_bytes
+        if self.ranked_sizes:
+            columns = [self._group(g) for g in range(len(groups))]
+            lengths = [pc.fill_null(pc.binary_length(column), 0).to_numpy() for column in columns]
+            self.sizes = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64)
+        else:
+            logging.warning("%s: the column %r is larger than the %d MB cache; experiments/tokenize.py makes a token "
+                            "folder that is quick to read in any order", path, field, cache_bytes >> 20)  # fmt: skip
 
     def _group(self, group: int) -> Any:
         import pyarrow as pa
@@ -256,8 +262,10 @@ class Parquet(Corpus):
                 try:
                     with pq.ParquetFile(self._path) as file:
                         column = file.read_row_group(group, columns=[self._field]).column(0)
+                    if pa.types.is_dictionary(column.type):
+                        column = column.cast(column.type.value_type)
                 except (pa.ArrowException, OSError) as error:
-                    raise UserError(f"{self._path}: row group {group} cannot be read: {_one_line(error)}.") from error
+                    raise UserError(f"{self._path}: row group {group} cannot be read: {_one_line(error)}") from error
                 self._cache[group] = column
                 while len(self._cache) > 1 and sum(c.nbytes for c in self._cache.values()) > self._cache_bytes:
                     self._cache.popitem(last=False)

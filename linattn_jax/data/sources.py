@@ -21,15 +21,13 @@ JSON_LINES = (".jsonl", ".ndjson")
 COMPRESSED_JSON_LINES = (".jsonl.gz", ".jsonl.zst", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst")
 PARQUET = (".parquet",)
 # What a folder is searched for; a file named by itself is read as text whatever its extension, if it is text.
-TEXT = tuple(
-    f".{extension}"
-    for extension in (
-        "txt text md markdown rst tex bib org adoc html htm xml svg json yaml yml toml ini cfg conf csv tsv sql "
-        "py pyi pyx ipynb c h cc cpp cxx hh hpp cu cuh m mm java kt kts scala groovy clj js jsx mjs ts tsx css scss "
-        "go rs rb php pl pm lua r jl swift dart zig nim hs ml mli fs ex exs erl lisp el scm f f90 f95 asm s sh bash "
-        "zsh fish ps1 bat cmake mk proto v lean tcl vim diff patch log srt vtt"
-    ).split()  # noqa: SIM905
-)
+_TEXT_EXTENSIONS = """
+    txt text md markdown rst tex bib org adoc html htm xml svg json yaml yml toml ini cfg conf csv tsv sql py pyi
+    pyx ipynb c h cc cpp cxx hh hpp cu cuh m mm java kt kts scala groovy clj js jsx mjs ts tsx css scss go rs rb php
+    pl pm lua r jl swift dart zig nim hs ml mli fs ex exs erl lisp el scm f f90 f95 asm s sh bash zsh fish ps1 bat
+    cmake mk proto v lean tcl vim diff patch log srt vtt
+"""
+TEXT = tuple(f".{extension}" for extension in _TEXT_EXTENSIONS.split())
 KNOWN = ".txt, .md, .py and other text, .jsonl, .jsonl.gz, .jsonl.zst, .parquet"
 
 
@@ -39,7 +37,7 @@ def open_corpus(data: Any, split: Literal["train", "heldout"]) -> Corpus:
     See `open_splits`, which reads the sources once when both are wanted.
     """
     if split not in ("train", "heldout"):
-        raise ValueError(f"split must be 'train' or 'heldout', but it is {split!r}.")
+        raise ValueError(f"split must be 'train' or 'heldout', but it is {split!r}")
     return open_splits(data)[split == "heldout"]
 
 
@@ -71,7 +69,8 @@ def open_splits(data: Any) -> tuple[Corpus, Corpus]:
 def open_source(spec: str, *, text_field: str = "text", data_dir: str = "") -> Corpus:
     """All documents of one or several comma-separated sources, in an order that does not change between runs."""
     parts: list[Corpus] = []
-    for name in filter(None, (name.strip() for name in spec.split(","))):
+    names = [spec] if os.path.exists(spec) else spec.split(",")  # a name may hold a comma itself
+    for name in filter(None, (name.strip() for name in names)):
         if name == "stdlib":
             parts.append(readers.TextFiles(list(_standard_library())))
         elif name.startswith("tfds:"):
@@ -79,10 +78,10 @@ def open_source(spec: str, *, text_field: str = "text", data_dir: str = "") -> C
         else:
             parts.extend(_open_path(os.path.expanduser(name), text_field))
     if not parts:
-        raise UserError("No data was named: set data.train to a file, folder, glob, 'stdlib' or 'tfds:name'.")
+        raise UserError("no data was named: set data.train to a file, folder, glob, 'stdlib' or 'tfds:name'")
     corpus = parts[0] if len(parts) == 1 else Concatenation(parts)
     if corpus.total_bytes == 0:
-        raise UserError(f"{spec} holds no text: every document in it is empty.")
+        raise UserError(f"{spec} holds no text: every document in it is empty")
     return corpus
 
 
@@ -94,7 +93,7 @@ def _open_path(spec: str, field: str) -> Iterator[Corpus]:
             return
         files = [(file, file.relative_to(path).as_posix()) for file in _walk(path) if _kind(file)]
         if not files:
-            raise UserError(f"The folder {spec} holds no file that can be read (wanted {KNOWN}).")
+            raise UserError(f"the folder {spec} holds no file that can be read (wanted {KNOWN})")
     elif path.is_file():
         files = [(path, path.name)]
     elif glob.has_magic(spec):
@@ -102,9 +101,9 @@ def _open_path(spec: str, field: str) -> Iterator[Corpus]:
         matches = [match for match in map(Path, glob.glob(spec, recursive=True)) if match.is_file()]
         files = [(match, match.relative_to(root).as_posix()) for match in matches]
         if not files:
-            raise FileNotFoundError(f"No file matches {spec}.")
+            raise FileNotFoundError(f"no file matches {spec}")
     else:
-        raise FileNotFoundError(f"There is no file or folder {spec}.")
+        raise FileNotFoundError(f"there is no file or folder {spec}")
     files.sort(key=lambda file: file[1])
     for kind, group in itertools.groupby(files, key=lambda file: _kind(file[0])):
         if kind == "jsonl":
@@ -117,9 +116,7 @@ def _open_path(spec: str, field: str) -> Iterator[Corpus]:
             texts = list(group)
             for file, _ in texts if kind is None else ():
                 if not readers.looks_like_text(file):
-                    raise UserError(
-                        f"{file} is not text in UTF-8, and its extension is not one of those read: {KNOWN}."
-                    )
+                    raise UserError(f"{file} is not text in UTF-8, and its extension is not one of those read: {KNOWN}")
             yield readers.TextFiles(texts)
 
 
@@ -160,7 +157,7 @@ def _standard_library() -> Iterator[tuple[Path, str]]:
 class TfdsSource(Corpus):
     """A TensorFlow dataset in array_record files, read without TensorFlow; each example is a document."""
 
-    exact_sizes = False
+    exact_sizes = ranked_sizes = False
 
     def __init__(self, spec: str, field: str, data_dir: str = ""):
         """spec: "tfds:name[/config][:version][#split]"; a dataset not yet prepared is downloaded by TFDS.
@@ -179,7 +176,7 @@ class TfdsSource(Corpus):
             )
         except Exception as error:  # TFDS and what it calls raise errors of many classes, some of them many lines long.
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise UserError(f"{spec} cannot be opened through TFDS: {type(error).__name__}: {reason}.") from error
+            raise UserError(f"{spec} cannot be opened through TFDS: {type(error).__name__}: {reason}") from error
         info = self._source.dataset_info
         count = len(self._source)
         total = sum(part.num_bytes for part in info.splits.values())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
 
+from linattn_jax.data.corpus import Corpus
 from linattn_jax.types import UserError
 
 EOT_NAMES = (
@@ -92,26 +93,27 @@ class JsonTokenizer:
 
         path = Path(path)
         if not path.is_file():
-            raise FileNotFoundError(f"There is no tokenizer file {path}.")
+            raise FileNotFoundError(f"there is no tokenizer file {path}")
         try:
             content = path.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # The library raises bare Exception.
             reason = " ".join(str(error).split())[:200].rstrip(".")
-            raise UserError(f"{path} is not a Hugging Face tokenizers JSON file: {reason}.") from error
+            raise UserError(f"{path} is not a Hugging Face tokenizers JSON file: {reason}") from error
         # A file may ask for truncation to the length of some other model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         self.name = path.name
-        found = [name for name in EOT_NAMES if self._tokenizer.token_to_id(name) is not None]
-        if not found:
-            found = [EOT_NAMES[0]]
-            self._tokenizer.add_special_tokens(found)
-            logging.info("%s has no end-of-text token; %s was added to its vocabulary", path, found[0])
-        self.eot = int(self._tokenizer.token_to_id(found[0]))
+        eot = next((name for name in EOT_NAMES if self._tokenizer.token_to_id(name) is not None), None)
+        if eot is None:
+            eot = EOT_NAMES[0]
+            self._tokenizer.add_special_tokens([eot])
+            logging.info("%s has no end-of-text token; %s was added to its vocabulary", path, eot)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.eot = vocabulary[eot]
         # Ids may have holes, so the count of entries is not enough.
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(vocabulary.values()) + 1
         self.fingerprint = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
 
     def encode(self, text: str | bytes) -> np.ndarray:
@@ -172,7 +174,7 @@ def train_bpe(
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise UserError(f"A byte-level BPE needs a vocabulary of at least 257 ids, but {vocab_size} were asked for.")
+        raise UserError(f"a byte-level BPE needs a vocabulary of at least 257 ids, but {vocab_size} were asked for")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -192,11 +194,23 @@ def train_bpe(
 
     tokenizer.train_from_iterator(strings(), trainer=trainer)
     if not count:
-        raise UserError("There is no text to train a tokenizer on.")
+        raise UserError("there is no text to train a tokenizer on")
     if tokenizer.get_vocab_size() < vocab_size:
         logging.warning("the corpus gave only %d of %d ids", tokenizer.get_vocab_size(), vocab_size)
     _write_atomically(path, tokenizer.to_str(pretty=True))
     return JsonTokenizer(path)
+
+
+def sample_texts(corpus: Corpus, max_bytes: int = 0) -> Iterator[bytes]:
+    """Texts of a corpus in the order of their hashes until `max_bytes` are reached; 0 gives all, in their own order."""
+    order = range(len(corpus)) if not max_bytes else sorted(range(len(corpus)), key=corpus.key)
+    total = 0
+    for index in order:
+        text = corpus.text(index)
+        yield text
+        total += len(text)
+        if max_bytes and total >= max_bytes:
+            return
 
 
 def check_ids(ids: Any, tokenizer: Tokenizer, where: str = "") -> np.ndarray:
@@ -205,8 +219,8 @@ def check_ids(ids: Any, tokenizer: Tokenizer, where: str = "") -> np.ndarray:
     if ids.size and (ids.max() >= tokenizer.vocab_size or ids.min() < 0):
         bad = ids[(ids >= tokenizer.vocab_size) | (ids < 0)].flat[0]
         raise UserError(
-            f"{where + ': t' if where else 'T'}oken id {bad} is outside the vocabulary of the tokenizer "
-            f"{tokenizer.name!r} (0 to {tokenizer.vocab_size - 1})."
+            f"{where + ': ' if where else ''}token id {bad} is outside the vocabulary of the tokenizer "
+            f"{tokenizer.name!r} (0 to {tokenizer.vocab_size - 1})"
         )
     return ids
 

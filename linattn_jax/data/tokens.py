@@ -44,11 +44,11 @@ class TokenFolder(Corpus):
             count = len(self._source)
         except Exception as error:  # array_record raises bare RuntimeError and worse.
             reason = " ".join(str(error).split())[:200].rstrip(".")
-            raise UserError(f"The token folder {path} is damaged: {reason}.") from error
+            raise UserError(f"the token folder {path} is damaged: {reason}") from error
         if not len(table) == count == self.meta["documents"]:
             raise UserError(
-                f"The token folder {path} is damaged: meta.json counts {self.meta['documents']} documents, "
-                f"documents.npy {len(table)} and the shards {count}."
+                f"the token folder {path} is damaged: meta.json counts {self.meta['documents']} documents, "
+                f"documents.npy {len(table)} and the shards {count}"
             )
         self.token_counts = table["tokens"].astype(np.int64)
         self.sizes = table["bytes"].astype(np.int64)
@@ -75,9 +75,9 @@ class TokenFolder(Corpus):
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         if tokenizer.fingerprint != self.meta["tokenizer_hash"]:
             raise UserError(
-                f"The token folder {self._path} was written with the tokenizer {self.meta['tokenizer']!r} "
+                f"the token folder {self._path} was written with the tokenizer {self.meta['tokenizer']!r} "
                 f"(hash {self.meta['tokenizer_hash'][:12]}), not with {tokenizer.name!r} "
-                f"(hash {tokenizer.fingerprint[:12]}): set data.tokenizer to {self._path / 'tokenizer.json'}."
+                f"(hash {tokenizer.fingerprint[:12]}): set data.tokenizer to {self._path / 'tokenizer.json'}"
             )
 
 
@@ -105,9 +105,9 @@ def write_tokens(
     path = Path(path)
     if path.exists():
         if not overwrite:
-            raise UserError(f"{path} exists already; pass --overwrite to replace it.")
+            raise UserError(f"{path} exists already; pass --overwrite to replace it")
         if not is_token_folder(path):
-            raise UserError(f"{path} exists and is not a token folder, so it is not replaced; choose another name.")
+            raise UserError(f"{path} exists and is not a token folder, so it is not replaced; choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.mkdir()
@@ -150,7 +150,7 @@ def _write(
             bar.update(batch[-1][0] + 1 - bar.n)
         bar.update(len(corpus) - bar.n)
     if writer is None:
-        raise UserError(f"{source} holds no text: every document in it is empty.")
+        raise UserError(f"{source} holds no text: every document in it is empty")
     writer.close()
     table = np.asarray(rows, dtype=[("tokens", np.uint64), ("bytes", np.uint64), ("key", np.uint64)])
     np.save(folder / "documents.npy", table)
