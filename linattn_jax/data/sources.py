@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 import os
+import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def open_source(spec: str, *, text_field: str = "text", data_dir: str = "") -> C
     names = [spec] if os.path.exists(spec) else spec.split(",")  # a name may hold a comma itself
     for name in filter(None, (name.strip() for name in names)):
         if name == "stdlib":
-            parts.append(readers.TextFiles(list(_standard_library())))
+            parts.append(readers.TextFiles(sorted(_standard_library(), key=lambda file: file[1])))
         elif name.startswith("tfds:"):
             parts.append(TfdsSource(name, text_field, data_dir))
         else:
@@ -175,7 +176,8 @@ class TfdsSource(Corpus):
                 name, split=split or "train", data_dir=data_dir or None, builder_kwargs=builder_kwargs
             )
         except Exception as error:  # TFDS and what it calls raise errors of many classes, some of them many lines long.
-            reason = " ".join(str(error).split())[:300].rstrip(".")
+            # The first sentence: lists of all datasets or of installation steps follow.
+            reason = re.split(r"[.:!](?= |$)", " ".join(str(error).split()), maxsplit=1)[0][:300]
             raise UserError(f"{spec} cannot be opened through TFDS: {type(error).__name__}: {reason}") from error
         info = self._source.dataset_info
         count = len(self._source)

@@ -152,7 +152,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     path = Path(spec).expanduser()
-    if path.is_file() and path.stat().st_size < 1000 and '"linattn_tokenizer": "bytes"' in path.read_text("utf-8"):
+    if path.is_file() and path.stat().st_size < 1000 and b'"linattn_tokenizer": "bytes"' in path.read_bytes():
         return ByteTokenizer()
     return JsonTokenizer(path)
 
