@@ -1,4 +1,4 @@
-"""Run by test_sharding.py with eight host devices: trains on several meshes and prints what it saw as JSON."""
+"""Run by sharding_test.py with eight host devices: trains on several meshes and prints what it saw as JSON."""
 
 from __future__ import annotations
 
