@@ -58,7 +58,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep, self._say = keep, say
         self._pending: int | None = None
-        _hush_full_disk_tracebacks()
+        _quieten_orbax()
         self.directory.mkdir(parents=True, exist_ok=True)
         for step in _numbered(self.directory):
             if not _complete(self.directory / str(step)):
@@ -270,18 +270,20 @@ def _complete(step_directory: Path) -> bool:
     return all((step_directory / name).exists() for name in needed)
 
 
-def _hush_full_disk_tracebacks() -> None:
+def _quieten_orbax() -> None:
     logger = logging.getLogger("absl")
-    if not any(isinstance(known, _NotFullDisk) for known in logger.filters):
-        logger.addFilter(_NotFullDisk())
+    if not any(isinstance(known, _OrbaxNoise) for known in logger.filters):
+        logger.addFilter(_OrbaxNoise())
 
 
-class _NotFullDisk(logging.Filter):
-    """Drops Orbax's tracebacks of a full disk, which its threads log before `Checkpoints` says it in a sentence."""
+class _OrbaxNoise(logging.Filter):
+    """Drops Orbax's account of each save, and its tracebacks of a full disk, which `Checkpoints` says in a sentence."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno < logging.ERROR or "orbax" not in record.pathname:
+        if "orbax" not in record.pathname:
             return True
+        if record.levelno < logging.WARNING:
+            return False
         error = record.exc_info[1] if record.exc_info else None
         text = record.getMessage() + ("".join(traceback.format_exception(error)) if error else "")
         return not (is_disk_full(error) or any(os.strerror(code) in text for code in _FULL))

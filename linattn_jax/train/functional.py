@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -55,12 +56,17 @@ def initialise(build: Callable[[], Any], mesh: Mesh) -> tuple[Functional, Params
         parts: Any = nnx.split(build(), nnx.Param, ...)
         model_graph, params, rest = parts
         graph[:] = [model_graph]
-        return nnx.to_pure_dict(params), rest
+        return strong_types(nnx.to_pure_dict(params)), rest
 
     params, rest = jax.eval_shape(arrays)
     where = (parameter_shardings(params, mesh), jax.tree.map(lambda _: replicated(mesh), rest))
     params, rest = jax.jit(arrays, out_shardings=where)()
     return Functional(graph[0], rest), params
+
+
+def strong_types(tree: Any) -> Any:
+    """The same arrays, none weakly typed: a step would compile a second time for what it returns itself."""
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
 
 
 def batch_axes(make_state: Callable[[int], Any]) -> Any:

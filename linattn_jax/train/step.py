@@ -11,7 +11,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from linattn_jax.sharding import BATCH_AXES, batch_sharding, parameter_shardings, replicated
-from linattn_jax.train.functional import Functional, Params, batch_axes
+from linattn_jax.train.functional import Functional, Params, batch_axes, strong_types
 from linattn_jax.train.loss import sharded_cross_entropy
 from linattn_jax.types import UserError
 
@@ -43,8 +43,11 @@ def init_state(
     rows: int,
     accumulate: int = 1,
     carry_state: bool = False,
+    abstract: bool = False,
 ) -> TrainState:
     """The state before the first step, laid over the mesh; `rows` is the global number of rows per step.
+
+    With `abstract`, only its shapes, dtypes and shardings (to restore a checkpoint into), without any memory.
 
     Raises:
         UserError: rows that accumulation and devices do not divide, or carry_state with a state that grows.
@@ -58,11 +61,13 @@ def init_state(
             stacked = jax.tree.map(lambda x: jnp.broadcast_to(x, (accumulate, *x.shape)), state)
             carry = Carry(stacked, jnp.full((accumulate, rows // accumulate), -1, jnp.int32))
         # Three arrays, not one three times: the step donates each.
-        return TrainState(
-            jnp.int32(0), params, optimizer.init(params), carry, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        )
+        counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        return strong_types(TrainState(counts[0], params, optimizer.init(params), carry, counts[1], counts[2]))
 
-    where = state_shardings(functional, jax.eval_shape(rest, params), mesh)
+    shapes = jax.eval_shape(rest, params)
+    where = state_shardings(functional, shapes, mesh)
+    if abstract:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
     return jax.jit(rest, out_shardings=where)(params)
 
 

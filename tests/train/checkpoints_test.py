@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 
 import grain
 import jax
@@ -150,20 +148,6 @@ def test_another_config_is_refused_with_the_fields_named():
         "runs/x holds a checkpoint of another config: seed was 0 and is now 1; model.width was 8 and is now 16; "
         "data.train was 'a' and is now 'b' and 1 more; choose another run directory or give the same config"
     )
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MiB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    if os.name != "posix" or os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this machine does not let us mount a small file system")
-    yield where
-    subprocess.run(["umount", "-l", str(where)], check=False)
 
 
 def test_a_full_disk_keeps_what_was_saved_and_says_one_sentence(small_disk, caplog):

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+from configs.lm import get_config
+from linattn_jax.train import loop
+from linattn_jax.train.functional import initialise
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Runs of one config compile the same programs: the second run of a test session finds them compiled."""
+    names = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 class _Mixer(nnx.Module):
@@ -95,3 +118,60 @@ def make_batch():
         }
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    if os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(where)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let us mount a small file system")
+    yield where
+    subprocess.run(["umount", "-l", str(where)], check=False)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of 40 text files of a few hundred bytes with some structure to learn."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        words = [f"word{(i * j) % 7} " for j in range(40 + i)]
+        (folder / f"{i:02d}.txt").write_text("".join(words))
+    return folder
+
+
+@pytest.fixture
+def config(corpus):
+    """config(**changes): twelve steps of the stand-in decoder; changes are dotted names."""
+
+    def make(**changes):
+        made = get_config(f"data={corpus},steps=12,batch=4,seq_len=32,lr=0.05")
+        made.log_every = 2
+        made.eval.every = 6
+        made.checkpoint.every = 4
+        made.data.heldout_percent = 20.0
+        for name, value in changes.items():
+            made.update_from_flattened_dict({name.replace("__", "."): value})
+        return made
+
+    return make
+
+
+@pytest.fixture
+def standin_loop(monkeypatch):
+    """linattn_jax.train.loop with the stand-in decoder in place of the real one."""
+    use_standin(monkeypatch.setattr)
+    return loop
+
+
+def use_standin(setattr):
+    """Replaces the loop's model."""
+
+    def open_model(config, vocab_size, mesh):
+        return initialise(lambda: StandIn(vocab_size=vocab_size, rngs=nnx.Rngs(config.seed)), mesh)
+
+    setattr(loop, "open_model", open_model)
