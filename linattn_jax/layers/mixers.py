@@ -58,7 +58,7 @@ class _DeltaLayer(nnx.Module):
     ):
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size = key_size, value_size
-        self.options = {"implementation": implementation, "chunk_size": chunk_size}
+        self.implementation, self.chunk_size = implementation, chunk_size
         keys, values = self.key_heads * key_size, num_heads * value_size
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query, self.key, self.value = project(width, keys), project(width, keys), project(width, values)
@@ -95,7 +95,8 @@ class _DeltaLayer(nnx.Module):
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
         y, memory = self.mix(
             heads(q, self.key_heads), heads(k, self.key_heads), heads(v, self.num_heads), x,
-            initial_state=None if state is None else state.memory, **packing, **self.options,
+            initial_state=None if state is None else state.memory, **packing,
+            implementation=self.implementation, chunk_size=self.chunk_size,
         )
         y = self.norm(y)
         if self.gated_output:
@@ -112,8 +113,7 @@ class _DeltaLayer(nnx.Module):
 class KLA(_DeltaLayer):
     """Kaczmarz linear attention in the form the paper reports (Zou, Ren and Liu 2026).
 
-    q is L2-normalised, k is not; eta = sigmoid(W_b x + b_b); Mamba's decay; gated output norm. `published` layers differ
-    only in what `GatedDeltaNet` says of itself.
+    q is L2-normalised, k is not; eta = sigmoid(W_b x + b_b); Mamba's decay; gated output norm.
     """
 
     decay = gated_output = strength_bias = True
@@ -165,7 +165,7 @@ class GLA(nnx.Module):
     ):
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size = key_size, value_size
-        self.options = {"implementation": implementation, "chunk_size": chunk_size}
+        self.implementation, self.chunk_size = implementation, chunk_size
         keys, values = self.key_heads * key_size, num_heads * value_size
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query, self.key, self.value = project(width, keys), project(width, keys), project(width, values)
@@ -186,7 +186,7 @@ class GLA(nnx.Module):
         y, state = gla(
             heads(self.query(x), self.key_heads), heads(self.key(x), self.key_heads),
             heads(self.value(x), self.num_heads), log_decay, initial_state=state, segment_ids=segment_ids,
-            initial_segment_id=initial_segment_id, **self.options,
+            initial_segment_id=initial_segment_id, implementation=self.implementation, chunk_size=self.chunk_size,
         )
         y = self.norm(y) * jax.nn.silu(heads(self.gate(x), self.num_heads))
         return self.output(y.reshape(*y.shape[:2], -1)), state
@@ -218,7 +218,7 @@ class LinearAttention(nnx.Module):
         del norm_eps  # there is no norm; accepted because every layer takes it
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size = key_size, value_size
-        self.options = {"implementation": implementation, "chunk_size": chunk_size}
+        self.implementation, self.chunk_size = implementation, chunk_size
         keys, values = self.key_heads * key_size, num_heads * value_size
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query, self.key, self.value = project(width, keys), project(width, keys), project(width, values)
@@ -235,7 +235,8 @@ class LinearAttention(nnx.Module):
         feature = lambda y: jax.nn.elu(heads(y, self.key_heads)) + 1
         y, state = linear_attention(
             feature(self.query(x)), feature(self.key(x)), heads(self.value(x), self.num_heads), normalize_output=True,
-            initial_state=state, segment_ids=segment_ids, initial_segment_id=initial_segment_id, **self.options,
+            initial_state=state, segment_ids=segment_ids, initial_segment_id=initial_segment_id,
+            implementation=self.implementation, chunk_size=self.chunk_size,
         )
         return self.output(y.reshape(*y.shape[:2], -1)), state
 
