@@ -62,8 +62,8 @@ def train_iterator(
             documents, which decorrelates them; a document longer than a row goes on in a later batch.
         seed: decides the order of documents; processes of one run pass the same.
         process_index, process_count: process p of n reads documents p, p + n, p + 2n, …
-        workers: threads that read and tokenize ahead; 0 does all work in `next`. The batches are the same. With
-            workers, `close()` the iterator when done.
+        workers: threads that read and tokenize ahead; 0 does all work in `next`. The batches are the same. Bytes and
+            token folders need none; a BPE of text on the fly may. With workers, `close()` the iterator when done.
 
     Returns:
         An iterator of dicts of int32 [B, T]: `inputs`, `targets` and `segment_ids` (>= 0). `get_state()` is a dict that

@@ -177,7 +177,7 @@ def test_state_of_another_run_is_refused(folder, config):
     corpus = open_corpus(config(train=str(folder)), "train")
     state = train_iterator(corpus, TOKENIZER, batch_size=2, seq_len=64).get_state()
     other = train_iterator(corpus, TOKENIZER, batch_size=4, seq_len=64, seed=1)
-    with pytest.raises(UserError, match="does not fit this run: batch_size was 2 and is 4, seed was 0 and is 1$"):
+    with pytest.raises(UserError, match=r"does not fit this run: batch_size was 2 and is 4, seed was 0 and is 1$"):
         other.set_state(state)
     (folder / "more.txt").write_text("12345")
     corpus = open_corpus(config(train=str(folder)), "train")
