@@ -1,1 +1,51 @@
-"""Linear-attention sequence mixers for JAX: pure functions under one signature."""
+"""Linear-attention sequence mixers for JAX: pure functions under one signature.
+
+Every mixer is `output, final_state = mixer(q, k, v, <gates>, ...)` with arrays [B, T, heads, size]; beside it stand
+`mixer_step`, one token, and `mixer_init`, the empty state.
+"""
+
+from linattn_jax.mixers.delta import (
+    delta_rule,
+    delta_rule_init,
+    delta_rule_step,
+    gated_delta_rule,
+    gated_delta_rule_init,
+    gated_delta_rule_step,
+    kaczmarz,
+    kaczmarz_init,
+    kaczmarz_step,
+)
+from linattn_jax.mixers.gla import gla, gla_init, gla_step
+from linattn_jax.mixers.linear import (
+    linear_attention,
+    linear_attention_init,
+    linear_attention_step,
+    simple_gla,
+    simple_gla_init,
+    simple_gla_step,
+)
+from linattn_jax.mixers.softmax import softmax_attention, softmax_attention_init, softmax_attention_step
+
+__all__ = [
+    "delta_rule",
+    "delta_rule_init",
+    "delta_rule_step",
+    "gated_delta_rule",
+    "gated_delta_rule_init",
+    "gated_delta_rule_step",
+    "gla",
+    "gla_init",
+    "gla_step",
+    "kaczmarz",
+    "kaczmarz_init",
+    "kaczmarz_step",
+    "linear_attention",
+    "linear_attention_init",
+    "linear_attention_step",
+    "simple_gla",
+    "simple_gla_init",
+    "simple_gla_step",
+    "softmax_attention",
+    "softmax_attention_init",
+    "softmax_attention_step",
+]

@@ -62,13 +62,14 @@ def train_iterator(
             documents, which decorrelates them; a document longer than a row goes on in a later batch.
         seed: decides the order of documents; processes of one run pass the same.
         process_index, process_count: process p of n reads documents p, p + n, p + 2n, …
-        workers: threads that read and tokenize ahead; 0 does all work in `next`. The batches are the same. With
-            workers, `close()` the iterator when done.
+        workers: threads that read and tokenize ahead; 0 does all work in `next`. The batches are the same. Bytes and
+            token folders need none; a BPE of text on the fly may. With workers, `close()` the iterator when done.
 
     Returns:
         An iterator of dicts of int32 [B, T]: `inputs`, `targets` and `segment_ids` (>= 0). `get_state()` is a dict that
         JSON can hold; `set_state(state)` on an iterator made with the same arguments continues after the batch that
-        `next` returned last before `get_state()`, in this process or another.
+        `next` returned last before `get_state()`, in this process or another; with other arguments or a corpus of
+        another size it raises UserError and says what differs.
 
     Raises:
         ValueError: an argument is out of range.
@@ -96,9 +97,19 @@ def train_iterator(
 
     # grain adds the epoch to the seed, so neighbouring seeds would share orders if they were passed as they are.
     digest = hashlib.blake2b(f"{seed} {process_index}".encode(), digest_size=4).digest()
+    made_for = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "layout": layout,
+        "seed": seed,
+        "process": f"{process_index} of {process_count}",
+        "documents": len(corpus),
+        "bytes": corpus.total_bytes,
+        "tokenizer": tokenizer.fingerprint,
+    }
     documents = grain.MapDataset.source(source).shuffle(seed=int.from_bytes(digest, "big")).repeat()
     dataset: grain.IterDataset[Batch] = _Streams(
-        documents.map_with_index(lambda index, ids: (index, ids)), batch_size, seq_len, turns, workers
+        documents.map_with_index(lambda index, ids: (index, ids)), made_for, turns, workers
     )
     if workers:
         dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
@@ -182,9 +193,10 @@ class _Streams(grain.IterDataset):
     where a document ends with a row, drops the document that follows (0.2.18): hence this one.
     """
 
-    def __init__(self, documents: grain.MapDataset, batch_size: int, seq_len: int, turns: int, workers: int):
+    def __init__(self, documents: grain.MapDataset, made_for: dict[str, Any], turns: int, workers: int):
         super().__init__(documents)
-        self.documents, self.batch_size, self.seq_len, self.turns = documents, batch_size, seq_len, turns
+        self.documents, self.made_for, self.turns = documents, made_for, turns
+        self.batch_size, self.seq_len = made_for["batch_size"], made_for["seq_len"]
         self.read_options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=16 * workers)
 
     def __iter__(self) -> _StreamsIterator:
@@ -230,12 +242,9 @@ class _StreamsIterator(grain.DatasetIterator):
             self._offsets[stream] = offset + count
             filled += count
 
-    def _shape(self) -> list[int]:
-        return [self._dataset.batch_size, self._dataset.seq_len, self._dataset.turns]
-
     def get_state(self) -> dict[str, Any]:
         return {
-            "shape": self._shape(),
+            "made_for": dict(self._dataset.made_for),
             "turn": self._turn,
             "indices": list(map(int, self._indices)),
             "offsets": list(self._offsets),
@@ -243,12 +252,10 @@ class _StreamsIterator(grain.DatasetIterator):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        if list(state["shape"]) != self._shape():
-            raise UserError(
-                f"the saved data position is of batches with rows x length x turns {tuple(state['shape'])}, but this "
-                f"run makes {tuple(self._shape())}: resume with the batch size, sequence length, layout and corpus "
-                "that it was started with"
-            )
+        now, then = self._dataset.made_for, state["made_for"]
+        changed = [f"{key} was {then.get(key)} and is {now[key]}" for key in now if then.get(key) != now[key]]
+        if changed:
+            raise UserError(f"the saved position in the data does not fit this run: {', '.join(changed)}")
         self._turn = int(state["turn"])
         self._indices = list(state["indices"])
         self._offsets = list(state["offsets"])

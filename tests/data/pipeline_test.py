@@ -173,11 +173,16 @@ def test_a_fresh_process_resumes_exactly(folder, config, tmp_path, layout):
     np.testing.assert_array_equal(np.load(out), [np.stack(list(next(iterator).values())) for _ in range(40)])
 
 
-def test_state_of_another_batch_size_is_refused(folder, config):
+def test_state_of_another_run_is_refused(folder, config):
     corpus = open_corpus(config(train=str(folder)), "train")
     state = train_iterator(corpus, TOKENIZER, batch_size=2, seq_len=64).get_state()
-    with pytest.raises(UserError, match="batch size"):
-        train_iterator(corpus, TOKENIZER, batch_size=4, seq_len=64).set_state(state)
+    other = train_iterator(corpus, TOKENIZER, batch_size=4, seq_len=64, seed=1)
+    with pytest.raises(UserError, match=r"does not fit this run: batch_size was 2 and is 4, seed was 0 and is 1$"):
+        other.set_state(state)
+    (folder / "more.txt").write_text("12345")
+    corpus = open_corpus(config(train=str(folder)), "train")
+    with pytest.raises(UserError, match="documents was 30 and is 31, bytes was "):
+        train_iterator(corpus, TOKENIZER, batch_size=2, seq_len=64).set_state(state)
 
 
 def test_processes_share_the_documents(folder, config):

@@ -1,0 +1,111 @@
+"""The one place where an implementation of a mixer is chosen, and said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from linattn_jax.types import Array
+
+_log = logging.getLogger("linattn_jax")
+
+IMPLEMENTATIONS = ("recurrent", "associative", "chunkwise", "mosaic_gpu", "mosaic_tpu", "triton")
+
+# What serves a platform, fastest first, where the caller names nothing. The plain forms at the end serve everything.
+PREFERENCE: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("chunkwise",),
+    "cuda": ("mosaic_gpu", "triton", "chunkwise"),
+    "rocm": ("chunkwise",),
+    "tpu": ("mosaic_tpu", "chunkwise"),
+}
+
+# Below this length a token loop does less work than one chunk.
+SHORT = 4
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """One entry of the registry: what the layers, the contract test and the benchmark iterate over.
+
+    call, step, init: the public functions.
+    gates: names of the array arguments after q, k and v, in order.
+    implementations: the names that `call` serves somewhere.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    step: Callable[..., Any]
+    init: Callable[..., Any]
+    gates: tuple[str, ...]
+    implementations: tuple[str, ...]
+
+
+MIXERS: dict[str, Mixer] = {}
+
+
+def register(mixer: Mixer) -> None:
+    """Enters a mixer into the registry; a name can be taken once."""
+    if mixer.name in MIXERS:
+        raise ValueError(f"mixer {mixer.name!r} is registered already.")
+    MIXERS[mixer.name] = mixer
+
+
+class Unavailable(str):
+    """Stands where an implementation would, and says why there is none."""
+
+
+def choose_chunk(chunk_size: int | None, length: int, default: int = 64) -> int:
+    """Rows per chunk: `chunk_size` or the default, no larger than the power of two that covers the length."""
+    if chunk_size is not None and (
+        not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1) != 0
+    ):
+        raise ValueError(f"chunk_size: {chunk_size!r} given, wanted a power of two.")
+    return min(chunk_size or default, 1 << max(length - 1, 0).bit_length())
+
+
+def run(
+    name: str,
+    forms: Mapping[str, Callable[..., Any] | Unavailable],
+    implementation: str | None,
+    arguments: tuple[Any, ...],
+    length: int,
+    values: Array,
+) -> Any:
+    """Calls one of `forms` on `arguments` (a tuple of pytrees of arrays).
+
+    `forms` maps implementation names to functions of those arguments, or to the reason why there is none for this call.
+    A named implementation is served or raises NotImplementedError. None is decided for the platform that the program is
+    lowered for, so lowering for a TPU on a CPU picks the TPU's.
+    """
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation: {implementation!r} given, wanted None or one of {IMPLEMENTATIONS}.")
+        form = forms.get(implementation, Unavailable("there is none for this mixer yet"))
+        if isinstance(form, Unavailable):
+            raise NotImplementedError(f"{name} has no implementation {implementation!r} here: {form}.")
+        return form(*arguments)
+    if length <= SHORT:
+        return forms["recurrent"](*arguments)
+    chosen = {
+        platform: next(form for form in order if callable(forms.get(form))) for platform, order in PREFERENCE.items()
+    }
+    why = tuple((form, str(forms.get(form, "none for this mixer yet"))) for form in IMPLEMENTATIONS
+                if not callable(forms.get(form)))
+    _announce(name, f"{values.dtype}{list(values.shape)}", tuple(sorted(chosen.items())), why)
+    default = chosen["cpu"]
+    special = {platform: forms[form] for platform, form in chosen.items() if form != default}
+    if not special:
+        return forms[default](*arguments)
+    return jax.lax.platform_dependent(*arguments, default=forms[default], **special)
+
+
+@lru_cache(maxsize=None)
+def _announce(name: str, signature: str, chosen: tuple[tuple[str, str], ...], why: tuple[tuple[str, str], ...]) -> None:
+    """Logs a choice once per signature."""
+    reasons = "; ".join(f"no {form}: {reason}" for form, reason in why)
+    _log.info("%s on v %s: %s (%s)", name, signature, ", ".join(f"{p} {f}" for p, f in chosen), reasons)

@@ -1,0 +1,178 @@
+"""Linear attention and its scalar-decay form (simple GLA: RetNet's retention, Mamba-2's SSD core).
+
+Per value head, with the state S [K, V]:
+    S <- e^{log_decay} S + k v^T,    o = scale S^T q.
+Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate gives NaN from its token on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from linattn_jax.mixers import chunking, dispatch
+from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
+from linattn_jax.mixers.chunking import repeat_heads
+from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init
+from linattn_jax.types import Array
+
+linear_attention_init = normalized_init
+simple_gla_init = matrix_init
+
+
+def _decayed_token(call: Call, memory: Array, x: dict[str, Array]) -> tuple[Array, Array]:
+    q, k = repeat_heads(x["q"], call.groups), repeat_heads(x["k"], call.groups)
+    if "log_decay" in x:
+        memory = jnp.exp(x["log_decay"])[..., None, None] * memory
+    memory = memory + k[..., :, None] * x["v"][..., None, :]
+    output = jnp.einsum("bhk,bhkv->bhv", call.scale * q, memory, precision=lax.Precision.HIGHEST)
+    return output, memory
+
+
+def _decayed_chunk(
+    call: Call, memory: Array, x: dict[str, Array], reset: Array | None
+) -> tuple[Array, Array, Array, chunking.Decay]:
+    """One chunk: O = e^G Q S_0 + (Q K^T o L) V; also returns the scores [B, H, C, C] and the decay."""
+    decay = chunking.scalar_decay(x.get("log_decay"), reset, x["q"].shape[2], memory.dtype)
+    product = partial(jnp.einsum, precision=call.precision)
+    q = call.scale * x["q"]
+    scores = repeat_heads(product("bhik,bhjk->bhij", q, x["k"]), call.groups) * decay.within
+    q, k = repeat_heads(q, call.groups), repeat_heads(x["k"], call.groups)
+    output = chunking.weigh(product("bhik,bhkv->bhiv", q, memory), decay.from_start)
+    output = output + product("bhij,bhjv->bhiv", scores, x["v"])
+    written = product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), x["v"])
+    return output, decay.state(memory) + written, scores, decay
+
+
+def _simple_token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
+    output, memory = _decayed_token(call, state.S, x)
+    return output, MatrixState(memory)
+
+
+def _simple_chunk(
+    call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
+) -> tuple[Array, MatrixState]:
+    output, memory, _, _ = _decayed_chunk(call, state.S, x, reset)
+    return output, MatrixState(memory)
+
+
+def _linear_token(
+    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array]
+) -> tuple[Array, NormalizedState]:
+    output, memory = _decayed_token(call, state.S, x)
+    z = state.z + x["k"]
+    if normalize:
+        mass = jnp.sum(call.scale * x["q"] * z, axis=-1)
+        output = output / jnp.maximum(repeat_heads(mass, call.groups), eps)[..., None]
+    return output, NormalizedState(memory, z)
+
+
+def _linear_chunk(
+    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array], reset: Array | None
+) -> tuple[Array, NormalizedState]:
+    output, memory, scores, decay = _decayed_chunk(call, state.S, x, reset)
+    keys = x["k"] if decay.to_end is None else decay.to_end[..., None] * x["k"]
+    if normalize:
+        before = jnp.einsum("bhik,bhk->bhi", call.scale * x["q"], state.z, precision=call.precision)
+        before = repeat_heads(before if decay.from_start is None else decay.from_start * before, call.groups)
+        output = output / jnp.maximum(before + jnp.sum(scores, axis=-1), eps)[..., None]
+    return output, NormalizedState(memory, decay.state(state.z) + jnp.sum(keys, axis=2))
+
+
+def _run(name: str, token: Any, chunk: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+    forms = {
+        "recurrent": call.recurrent(partial(token, call)),
+        "chunkwise": call.chunkwise(partial(chunk, call), dispatch.choose_chunk(chunk_size, call.length)),
+    }
+    return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    normalize_output: bool = False,
+    eps: float = 1e-6,
+    scale: float | Array | None = None,
+    initial_state: NormalizedState | None = None,
+    segment_ids: Array | None = None,
+    initial_segment_id: Array | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Array, NormalizedState]:
+    """Linear attention (Katharopoulos et al. 2020): S <- S + k v^T, z <- z + k.
+
+    With `normalize_output` the read is divided by max(q . z, eps), which makes sense for non-negative features of q and
+    k; `scale` then cancels, save in the comparison with eps. The other arguments, results and errors are those of
+    `delta_rule`; the state is `NormalizedState(S [B, H, K, V], z [B, Hk, K])`, whatever the options.
+
+    >>> import jax.numpy as jnp
+    >>> q = k = jnp.ones((1, 3, 1, 2))
+    >>> v = jnp.array([1.0, 2.0, 6.0]).reshape(1, 3, 1, 1)
+    >>> output, _ = linear_attention(q, k, v, normalize_output=True)   # equal scores: a running mean
+    >>> output[0, :, 0, 0].tolist()
+    [1.0, 1.5, 3.0]
+    """
+    call = prepare(q, k, v, {}, scale, normalized_init, initial_state, segment_ids, initial_segment_id)
+    options = (normalize_output, eps)
+    return _run(
+        "linear_attention", partial(_linear_token, *options), partial(_linear_chunk, *options), call, implementation,
+        chunk_size,
+    )
+
+
+def simple_gla(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    *,
+    scale: float | Array | None = None,
+    initial_state: MatrixState | None = None,
+    segment_ids: Array | None = None,
+    initial_segment_id: Array | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Array, MatrixState]:
+    """Linear attention with one decay per head and token: S <- e^{log_decay} S + k v^T.
+
+    log_decay [B, T, H], natural log, in [-inf, 0]; the other arguments, results and errors are those of `delta_rule`.
+    Mamba-2's SSD (Dao and Gu 2024) is q = C, k = B, v = dt x, log_decay = dt A, scale = 1; retention (Sun et al. 2023) a
+    constant log_decay.
+
+    >>> import jax.numpy as jnp
+    >>> k = jnp.ones((1, 3, 1, 1))
+    >>> output, _ = simple_gla(k, k, k, jnp.full((1, 3, 1), jnp.log(0.5)), scale=1.0)
+    >>> [round(x, 3) for x in output[0, :, 0, 0].tolist()]
+    [1.0, 1.5, 1.75]
+    """
+    gates = {"log_decay": (log_decay, "B T H")}
+    call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
+    return _run("simple_gla", _simple_token, _simple_chunk, call, implementation, chunk_size)
+
+
+def linear_attention_step(
+    state: NormalizedState, q: Array, k: Array, v: Array, *, normalize_output: bool = False, eps: float = 1e-6,
+    scale: float | Array | None = None,
+) -> tuple[Array, NormalizedState]:
+    """One token of `linear_attention`: q, k [B, Hk, K], v [B, H, V]; returns output [B, H, V] and the new state."""
+    call = prepare_step(state, q, k, v, {}, scale, normalized_init)
+    return finish_step(call, partial(_linear_token, normalize_output, eps))
+
+
+def simple_gla_step(
+    state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
+) -> tuple[Array, MatrixState]:
+    """One token of `simple_gla`: log_decay [B, H], the rest as `linear_attention_step`."""
+    return finish_step(prepare_step(state, q, k, v, {"log_decay": (log_decay, "B H")}, scale, matrix_init), _simple_token)
+
+
+_FORMS = ("recurrent", "chunkwise")
+dispatch.register(
+    dispatch.Mixer("linear_attention", linear_attention, linear_attention_step, normalized_init, (), _FORMS)
+)
+dispatch.register(dispatch.Mixer("simple_gla", simple_gla, simple_gla_step, matrix_init, ("log_decay",), _FORMS))

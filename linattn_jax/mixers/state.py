@@ -1,0 +1,42 @@
+"""The states that mixers carry: small NamedTuples, the same for every implementation of a mixer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from linattn_jax.types import Array
+
+
+class MatrixState(NamedTuple):
+    """The memory of a matrix-valued recurrence: S [B, H, K, V], rows are key channels."""
+
+    S: Array
+
+
+class NormalizedState(NamedTuple):
+    """A memory S [B, H, K, V] and the sum of its keys z [B, Hk, K], which normalises reads."""
+
+    S: Array
+    z: Array
+
+
+def matrix_init(
+    batch: int, heads: int, key_size: int, value_size: int, *, key_heads: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> MatrixState:
+    """The empty memory, zeros; `key_heads` is accepted because every mixer's init takes it."""
+    del key_heads
+    return MatrixState(jnp.zeros((batch, heads, key_size, value_size), dtype))
+
+
+def normalized_init(
+    batch: int, heads: int, key_size: int, value_size: int, *, key_heads: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> NormalizedState:
+    """The empty memory and key sum, zeros; `key_heads` defaults to `heads`."""
+    return NormalizedState(
+        jnp.zeros((batch, heads, key_size, value_size), dtype), jnp.zeros((batch, key_heads or heads, key_size), dtype)
+    )

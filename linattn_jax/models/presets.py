@@ -1,0 +1,98 @@
+"""Sizes by name, and the decoder's configuration made from a preset and its overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from linattn_jax.layers import LAYERS
+from linattn_jax.layers.common import INITIALIZERS
+from linattn_jax.types import UserError
+
+REMAT = ("none", "dots", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """What a decoder is made of; see `Decoder`.
+
+    mixers: names of `LAYERS`, repeated to the number of layers, so ("kla", "kla", "softmax") is a hybrid.
+    head_size, value_size: K and V per head before a mixer's own expansion (GLA halves K); value_size 0 means head_size.
+    key_heads: heads of q and k (of k and v for softmax), 0 means heads.
+    mlp_width: hidden channels of SwiGLU; 0 means 8/3 width rounded up to a multiple of 256.
+    remat: "none" keeps activations, "dots" keeps matrix products, "full" keeps only what enters each layer.
+    """
+
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    head_size: int = 128
+    value_size: int = 0
+    key_heads: int = 0
+    mixers: tuple[str, ...] = ("kla",)
+    mlp_width: int = 0
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    init: str = "fan_in_uniform"
+    remat: str = "none"
+    implementation: str | None = None
+    chunk_size: int | None = None
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in self.mixers:
+            if name not in LAYERS:
+                raise UserError(f"mixer {name!r} is not known; known are {', '.join(sorted(LAYERS))}.")
+        if not self.mixers:
+            raise UserError("model.mixers is empty; name at least one mixer.")
+        for field, allowed in (("remat", REMAT), ("init", tuple(INITIALIZERS)), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, field) not in allowed:
+                raise UserError(f"model.{field} {getattr(self, field)!r} is not known; known are {', '.join(allowed)}.")
+        for field in ("vocab_size", "layers", "width", "heads", "head_size"):
+            if getattr(self, field) < 1:
+                raise UserError(f"model.{field} is {getattr(self, field)}, wanted at least 1.")
+        if self.key_heads and self.heads % self.key_heads:
+            raise UserError(f"model.heads {self.heads} is not a multiple of model.key_heads {self.key_heads}.")
+
+    @property
+    def layer_mixers(self) -> tuple[str, ...]:
+        """One mixer name per layer."""
+        return tuple(self.mixers[i % len(self.mixers)] for i in range(self.layers))
+
+    @property
+    def mlp_channels(self) -> int:
+        return self.mlp_width or -(-8 * self.width // (3 * 256)) * 256
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"layers": 4, "width": 128, "heads": 2, "head_size": 64, "mlp_width": 384},
+    "30m": {"layers": 8, "width": 512, "heads": 4},
+    "125m": {"layers": 12, "width": 768, "heads": 6},
+    "350m": {"layers": 24, "width": 1024, "heads": 8},
+    "kla400m": {
+        "layers": 11, "width": 1536, "heads": 12, "head_size": 96, "value_size": 192, "mlp_width": 6144,
+    },
+    "1.3b": {"layers": 24, "width": 2048, "heads": 16, "mlp_width": 5632, "tie_embeddings": False},
+}
+
+
+def decoder_config(model: Mapping[str, Any], vocab_size: int, dtype: str) -> DecoderConfig:
+    """The configuration that `model` asks for: `preset` names a size, every other field of DecoderConfig overrides it.
+
+    A field that is None keeps the preset's value. Raises UserError for an unknown preset, mixer or field.
+    """
+    fields = {field.name for field in dataclasses.fields(DecoderConfig)} - {"vocab_size", "dtype"}
+    values = {key: value for key, value in dict(model).items() if key != "preset"}
+    unknown = sorted(set(values) - fields)
+    if unknown:
+        raise UserError(f"model.{unknown[0]} is not known; known are preset, {', '.join(sorted(fields))}.")
+    preset = model.get("preset", "tiny")
+    if preset not in PRESETS:
+        raise UserError(f"size {preset!r} is not known; known are {', '.join(PRESETS)}.")
+    values = PRESETS[preset] | {key: value for key, value in values.items() if value is not None}
+    if isinstance(values.get("mixers"), str):
+        values["mixers"] = (values["mixers"],)
+    values["mixers"] = tuple(values.get("mixers", ("kla",)))
+    return DecoderConfig(vocab_size=vocab_size, dtype=dtype, **values)
