@@ -30,8 +30,8 @@ def parse_arg(arg: str | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
         key = key.strip()
         if key not in defaults:
             meant = difflib.get_close_matches(key, defaults, n=1)
-            hint = f"; did you mean {meant[0]}?" if meant else ""
-            raise UserError(f"unknown key {key!r} in the config's argument{hint} Known: {', '.join(defaults)}".strip())
+            hint = f"did you mean {meant[0]}? Known" if meant else "known"
+            raise UserError(f"unknown key {key!r} in the config's argument; {hint}: {', '.join(defaults)}")
         if not equals:
             raise UserError(f"{key} in the config's argument needs a value: {key}=…")
         if key in seen:

@@ -31,9 +31,14 @@ Cost with the defaults, 6 operations per parameter and token without the mixers'
 
 from __future__ import annotations
 
+import dataclasses
+
 import ml_collections
+from ml_collections import config_dict
 
 from configs.common import parse_arg
+from linattn_jax.layers import LAYERS
+from linattn_jax.models.presets import PRESETS, DecoderConfig
 from linattn_jax.types import UserError
 
 # Peak learning rate of AdamW, rows a step, tokens a row, steps.
@@ -48,6 +53,14 @@ SIZES = {
 # Lion moves every weight by the whole rate: about a fifth of AdamW's suits it, with decay raised to match; plain
 # momentum lives on another scale. Muon's updates are scaled to AdamW's.
 RATE_SCALE = {"lion": 0.2, "sgd": 30.0}
+
+# What a preset leaves to DecoderConfig's defaults, so that a run's config.json says all.
+_MODEL = {
+    field.name: field.default
+    for field in dataclasses.fields(DecoderConfig)
+    if field.name not in ("vocab_size", "dtype", "implementation", "chunk_size")
+    and field.default is not dataclasses.MISSING
+}
 
 KEYS = {
     "mixer": "kla",
@@ -79,6 +92,10 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     given = parse_arg(arg, KEYS)
     if given["size"] not in SIZES:
         raise UserError(f"unknown size {given['size']!r}; known: {', '.join(SIZES)}")
+    mixers = tuple(given["mixer"].split("+"))
+    for mixer in mixers:
+        if mixer not in LAYERS:
+            raise UserError(f"unknown mixer {mixer!r}; known: {', '.join(sorted(LAYERS))}")
     rate, rows, seq_len, steps = SIZES[given["size"]]
     steps = given["steps"] or steps
     layout = given["layout"] or ("contiguous" if given["carry"] else "packed")
@@ -96,12 +113,11 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.compute_dtype = given["dtype"]
     config.time_limit_minutes = 0.0
     config.z_loss = 0.0
-    config.model = {
-        "preset": given["size"],
-        "mixers": tuple(given["mixer"].split("+")),
-        "width": 0,
-        "remat": given["remat"] or "none",
-    }
+    config.model = {"preset": given["size"]} | _MODEL | PRESETS[given["size"]]
+    config.model.mixers = mixers
+    config.model.remat = given["remat"] or ("dots" if given["size"] in ("350m", "kla400m", "1.3b") else "none")
+    config.model.implementation = config_dict.placeholder(str)
+    config.model.chunk_size = config_dict.placeholder(int)
     config.data = {
         "train": given["data"],
         "heldout": given["heldout"],

@@ -17,7 +17,7 @@ BATCH_AXES = ("data", "fsdp")
 # The first pattern found in a parameter's path gives the names of its last axes; any axis before them
 # (the stack of scanned layers) is unnamed. Two names mean a matrix that is multiplied by activations or looked up.
 PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(^|/)(A_log|dt_bias|bias|scale)$", ("feature",)),
+    (r"(^|/)([aA]_log|dt_bias|bias|scale)$", ("feature",)),
     (r"(^|/)[^/]*norm[^/]*/[^/]+$", ("feature",)),
     (r"(^|/)[^/]*conv[^/]*/(kernel|weight)$", ("tap", "feature")),
     (r"(^|/)(unembed[^/]*|lm_head|head)(/kernel|/weight)?$", ("embed", "vocab")),

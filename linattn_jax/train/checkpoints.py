@@ -190,6 +190,7 @@ def load_params(run_dir: str | os.PathLike[str], like: Any, step: int | None = N
     Raises:
         UserError: no such run or checkpoint, or a parameter missing, unknown or of another shape, which it names.
     """
+    _quieten_orbax()
     directory = Path(run_dir).absolute()
     if not directory.is_dir():
         raise UserError(f"there is no run directory {run_dir}")
@@ -282,7 +283,8 @@ class _OrbaxNoise(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if "orbax" not in record.pathname:
             return True
-        if record.levelno < logging.WARNING:
+        # It also warns that a part of a checkpoint, read alone, is not a checkpoint.
+        if record.levelno < logging.WARNING or "Metadata file does not exist" in str(record.msg):
             return False
         error = record.exc_info[1] if record.exc_info else None
         text = record.getMessage() + ("".join(traceback.format_exception(error)) if error else "")

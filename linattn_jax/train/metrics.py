@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -70,8 +71,7 @@ class MetricsLog:
         """Appends a record; it must hold `step`. Numbers that are not finite become null."""
         clean = {name: _finite(value) for name, value in record.items()}
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(clean) + "\n")
+            append_line(self.path, json.dumps(clean))
             self._board.write(clean)
         except OSError as error:
             if not self._warned:
@@ -93,6 +93,18 @@ class MetricsLog:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
         temporary.replace(self.path)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Appends a line whole or, raising OSError, not at all: half a line would spoil the next one too."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.write(line + "\n")
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def read_metrics(path: str | Path) -> list[Record]:

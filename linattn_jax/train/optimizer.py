@@ -17,7 +17,7 @@ from linattn_jax.types import UserError
 # one at a time, and a convolution's taps are no linear map of the width.
 NOT_FOR_MUON = r"(^|/)[^/]*(embed|head|conv)[^/]*(/|$)"
 # Of what has two logical axes, what does not decay.
-NO_DECAY = r"(^|/)[^/]*(norm|conv)[^/]*/|(^|/)(A_log|dt_bias|bias|scale)$"
+NO_DECAY = r"(^|/)[^/]*(norm|conv)[^/]*/|(^|/)([aA]_log|dt_bias|bias|scale)$"
 # Muon's updates get the root mean square of AdamW's, so that one learning rate serves both (arXiv 2502.16982).
 MUON_RMS = 0.2
 

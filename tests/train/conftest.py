@@ -77,23 +77,31 @@ class StandIn(nnx.Module):
         before = jnp.full((batch,), -1, jnp.int32) if initial_segment_id is None else initial_segment_id
         # An id outside the table reads NaN, as a blown-up activation would.
         x = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        finals = []
-        for i in range(self.shape[0]):
-            gate = jax.nn.sigmoid(self.layers.mixer.dt_bias[...][i])
-            y = jnp.tanh(x @ self.layers.mixer.q_proj.kernel[...][i]) * self.layers.norm.scale[...][i]
+        parameters = (
+            self.layers.mixer.q_proj.kernel[...],
+            self.layers.mixer.o_proj.kernel[...],
+            self.layers.mixer.dt_bias[...],
+            self.layers.norm.scale[...],
+        )
 
-            def tick(carry, inputs, gate=gate):
+        def layer(x, inputs):
+            (query, output, bias, scale), start = inputs
+            gate = jax.nn.sigmoid(bias)
+            y = jnp.tanh(x @ query) * scale
+
+            def tick(carry, position):
                 h, last = carry
-                value, segment = inputs
+                value, segment = position
                 real = segment >= 0
                 kept = jnp.where((segment == last)[:, None], h, 0)
                 h = jnp.where(real[:, None], gate * kept + (1 - gate) * value, h)
                 return (h, jnp.where(real, segment, last)), h
 
-            (final, _), hs = jax.lax.scan(tick, (state["h"][i], before), (y.swapaxes(0, 1), segments.T))
-            finals.append(final)
-            x = x + hs.swapaxes(0, 1) @ self.layers.mixer.o_proj.kernel[...][i]
-        return x, {"h": jnp.stack(finals)}
+            (final, _), hs = jax.lax.scan(tick, (start, before), (y.swapaxes(0, 1), segments.T))
+            return x + hs.swapaxes(0, 1) @ output, final
+
+        x, finals = jax.lax.scan(layer, x, (parameters, state["h"]))
+        return x, {"h": finals}
 
 
 @pytest.fixture(scope="session")
