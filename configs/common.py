@@ -1,4 +1,4 @@
-"""The typed argument string of a config: `key=value,key=value` with known keys, types and a sentence for each mistake."""
+"""The typed argument string of a config: `key=value,key=value`, with a sentence for each mistake."""
 
 from __future__ import annotations
 

@@ -60,7 +60,8 @@ def plot_loss(path: str | Path, records: Sequence[dict[str, Any]], title: str) -
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     ratio = _bits_per_nat(heldout)
     if ratio:
-        right = axes.secondary_yaxis("right", functions=(lambda x: x * ratio, lambda x: x / ratio))
+        scale = (lambda x: np.asarray(x) * ratio, lambda x: np.asarray(x) / ratio)
+        right = axes.secondary_yaxis("right", functions=scale)
         right.set_ylabel("bits per byte of held-out text")
     if train or heldout:
         axes.legend(frameon=False)

@@ -82,7 +82,7 @@ def check_rows(rows: int, accumulate: int, mesh: Mesh) -> None:
 
 
 def state_shardings(functional: Functional, state: TrainState, mesh: Mesh) -> Any:
-    """A TrainState of NamedShardings for a (possibly abstract) state: rules for parameters and optimizer, rows for the carry."""
+    """A TrainState of NamedShardings: rules for parameters and optimizer, rows over devices for the carry."""
     whole = replicated(mesh)
     carry = None
     if state.carry is not None:

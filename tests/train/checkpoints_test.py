@@ -114,10 +114,10 @@ def test_an_incomplete_newest_is_passed_over_and_set_aside(tmp_path, state):
 def test_no_checkpoint_is_said(tmp_path, state):
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         Checkpoints(tmp_path / "c").restore(state, _iterator())
+    (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"no checkpoint in .*empty"):
-        (tmp_path / "empty").mkdir()
         load_params(tmp_path / "empty", state.params)
-    with pytest.raises(UserError, match="there is no run directory .*absent"):
+    with pytest.raises(UserError, match=r"there is no run directory .*absent"):
         load_params(tmp_path / "absent", state.params)
 
 

@@ -162,6 +162,7 @@ def config(corpus):
         made.eval.every = 6
         made.checkpoint.every = 4
         made.data.heldout_percent = 20.0
+        made.sample.length = 0
         for name, value in changes.items():
             made.update_from_flattened_dict({name.replace("__", "."): value})
         return made

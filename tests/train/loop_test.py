@@ -184,7 +184,7 @@ def test_a_full_disk_costs_the_saves_only(small_disk, config, standin_loop, monk
 
     monkeypatch.setattr(Checkpoints, "save", fill_after_the_first)
     with pytest.raises(
-        UserError, match="checkpoint of step 12 could not be saved, the disk is full; the newest .* step 4"
+        UserError, match=r"checkpoint of step 12 could not be saved, the disk is full; the newest .* step 4"
     ):
         standin_loop.train(config(), small_disk / "run")
     shown = capfd.readouterr().err

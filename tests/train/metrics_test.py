@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import time
@@ -46,8 +47,8 @@ def test_peaks_by_device_kind(kind, tera):
 
 def _shapes(mixer, tied):
     config = DecoderConfig(
-        vocab_size=257, layers=4, width=32, heads=2, head_size=16, mlp_width=64, mixers=(mixer, mixer, mixer, "softmax"),
-        tie_embeddings=tied,
+        vocab_size=257, layers=4, width=32, heads=2, head_size=16, mlp_width=64, tie_embeddings=tied,
+        mixers=(mixer, mixer, mixer, "softmax"),
     )  # fmt: skip
     return jax.eval_shape(lambda: split(Decoder(config, rngs=nnx.Rngs(0)))[1])
 
@@ -187,7 +188,7 @@ def test_a_full_disk_costs_lines_not_the_run(small_disk):
     said = []
     log = m.MetricsLog(small_disk, 0, said.append)
     log.write({"step": 1, "loss": 1.0})
-    with (small_disk / "ballast").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+    with (small_disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"x" * 256)
     for step in range(2, 300):
