@@ -69,7 +69,7 @@ def strong_types(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
 
 
-def batch_axes(make_state: Callable[[int], Any]) -> Any:
+def batch_axes(functional: Functional, params: Params) -> Any:
     """For each leaf of a state, the axis that counts rows (found by comparing the shapes for 2 and 3 rows).
 
     Raises:
@@ -82,7 +82,7 @@ def batch_axes(make_state: Callable[[int], Any]) -> Any:
             raise ValueError(f"the state leaf {jax.tree_util.keystr(path)} has no single row axis: shape {two.shape}")
         return axes[0]
 
-    shapes = [jax.eval_shape(lambda rows=rows: make_state(rows)) for rows in (2, 3)]
+    shapes = [jax.eval_shape(lambda p, rows=rows: functional.init_state(p, rows), params) for rows in (2, 3)]
     return jax.tree_util.tree_map_with_path(find, *shapes)
 
 

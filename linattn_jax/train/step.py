@@ -86,7 +86,7 @@ def state_shardings(functional: Functional, state: TrainState, mesh: Mesh) -> An
     whole = replicated(mesh)
     carry = None
     if state.carry is not None:
-        axes = batch_axes(lambda rows: functional.init_state(state.params, rows))
+        axes = batch_axes(functional, state.params)
         pair: Any = Carry
         carry = pair(jax.tree.map(lambda axis: batch_sharding(mesh, axis + 1), axes), batch_sharding(mesh, 1))
     tree: Any = TrainState  # of shardings, where its annotations say arrays

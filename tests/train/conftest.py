@@ -65,7 +65,9 @@ class StandIn(nnx.Module):
 
     def init_state(self, batch, capacity=None):
         del capacity
-        return {"h": jnp.zeros((self.shape[0], batch, self.shape[1]))}
+        # From a parameter, as a decoder may: its shape must not be all that a caller has.
+        empty = jnp.zeros_like(self.layers.mixer.dt_bias[...][:, None])
+        return {"h": jnp.broadcast_to(empty, (self.shape[0], batch, self.shape[1]))}
 
     def unembedding(self):
         return self.embed[...].T

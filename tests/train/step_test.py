@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -169,10 +170,10 @@ def test_initialise_equals_building(build_decoder):
 
 def test_row_axes_and_fixed_size_are_found(build_decoder):
     functional, params = split(build_decoder())
-    assert batch_axes(lambda rows: functional.init_state(params, rows)) == {"h": 1}
+    assert batch_axes(functional, jax.eval_shape(lambda: params)) == {"h": 1}
     assert has_fixed_size(functional, params)
     with pytest.raises(ValueError, match="no single row axis"):
-        batch_axes(lambda rows: jnp.zeros((4,)))
+        batch_axes(SimpleNamespace(init_state=lambda params, rows: jnp.zeros((4,))), params)
 
 
 @pytest.mark.parametrize(
