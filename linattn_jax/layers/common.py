@@ -59,12 +59,10 @@ def mask_padding(x: Array, segment_ids: Array | None) -> Array:
 
 
 class ShortConvolution(nnx.Module):
-    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels], U(+-width^-0.5)."""
+    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels], fan-in `width`."""
 
-    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs):
-        self.weight = nnx.Param(
-            jax.random.uniform(rngs.params(), (width, channels), jnp.float32, -(width**-0.5), width**-0.5)
-        )
+    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, init: Callable[..., Array] = fan_in_uniform):
+        self.weight = nnx.Param(init(rngs.params(), (width, channels)))
 
     def __call__(
         self, x: Array, *, state: Array | None, segment_ids: Array | None, initial_segment_id: Array | None

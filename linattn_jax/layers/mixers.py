@@ -71,7 +71,7 @@ class _DeltaLayer(nnx.Module):
         keys, values = self.key_heads * key_size, num_heads * value_size
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query, self.key, self.value = project(width, keys), project(width, keys), project(width, values)
-        self.convolution = ShortConvolution(2 * keys + values, conv_width, rngs=rngs)
+        self.convolution = ShortConvolution(2 * keys + values, conv_width, rngs=rngs, init=init)
         self.strength = project(width, num_heads, bias=self.strength_bias)
         if self.decay:
             self.log_decay = project(width, num_heads)
