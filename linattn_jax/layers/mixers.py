@@ -283,6 +283,8 @@ class SoftmaxAttention(nnx.Module):
         chunk_size: int | None = None,
     ):
         del chunk_size  # there are no chunks; accepted because every layer takes it
+        if key_size % 2:
+            raise ValueError(f"key_size: {key_size} given, wanted an even number, as rotary positions turn pairs.")
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size, self.theta, self.window = key_size, value_size, theta, window
         self.implementation = implementation if implementation in ("xla", "cudnn") else None
