@@ -23,11 +23,14 @@ def limit(name: str, dtype: str, gradient: bool = False) -> float:
 
 
 def relative_l2(seen: Any, wanted: Any) -> float:
-    """||seen - wanted|| / ||wanted||, absolute where wanted is zero; infinite where anything seen is not finite."""
+    """||seen - wanted|| / ||wanted||; infinite where anything seen is not finite.
+
+    Absolute where ||wanted|| is below 1e-30: devices flush float32 numbers that small to zero.
+    """
     seen, wanted = (np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64) for x in (seen, wanted))
     if seen.shape != wanted.shape:
         raise ValueError(f"shapes {seen.shape} and {wanted.shape} given, wanted the same.")
     if not np.all(np.isfinite(seen)):
         return np.inf
     norm = np.linalg.norm(wanted)
-    return float(np.linalg.norm(seen - wanted) / (norm if norm > 0 else 1.0))
+    return float(np.linalg.norm(seen - wanted) / (norm if norm > 1e-30 else 1.0))

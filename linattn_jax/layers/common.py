@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from linattn_jax.mixers.convolution import short_convolution, short_convolution_init
-from linattn_jax.types import Array
+from linattn_jax.types import Array, check_integer, check_shape
 
 
 def fan_in_uniform(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -38,16 +38,31 @@ def linear(
 
 def heads(x: Array, count: int) -> Array:
     """[B, T, count * size] to [B, T, count, size]."""
-    return x.reshape(*x.shape[:-1], count, -1)
+    return x.reshape(*x.shape[:-1], count, x.shape[-1] // count)
+
+
+def merge_heads(x: Array) -> Array:
+    """[B, T, count, size] to [B, T, count * size]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def mask_padding(x: Array, segment_ids: Array | None) -> Array:
+    """x [B, T, D] with zeros on padding (negative ids).
+
+    The mixers never read padding, but projections do, and in the gradient of their kernels 0 * NaN is NaN.
+    """
+    if segment_ids is None:
+        return x
+    check_integer("segment_ids", segment_ids)
+    check_shape("segment_ids", segment_ids, "B T", {"B": x.shape[0], "T": x.shape[1]})
+    return jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
 
 
 class ShortConvolution(nnx.Module):
-    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels], U(+-width^-0.5)."""
+    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels], fan-in `width`."""
 
-    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs):
-        self.weight = nnx.Param(
-            jax.random.uniform(rngs.params(), (width, channels), jnp.float32, -(width**-0.5), width**-0.5)
-        )
+    def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, init: Callable[..., Array] = fan_in_uniform):
+        self.weight = nnx.Param(init(rngs.params(), (width, channels)))
 
     def __call__(
         self, x: Array, *, state: Array | None, segment_ids: Array | None, initial_segment_id: Array | None

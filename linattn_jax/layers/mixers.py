@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from linattn_jax import gates
-from linattn_jax.layers.common import RMSNorm, ShortConvolution, fan_in_uniform, heads, linear, rotary
+from linattn_jax.layers.common import (
+    RMSNorm,
+    ShortConvolution,
+    fan_in_uniform,
+    heads,
+    linear,
+    mask_padding,
+    merge_heads,
+    rotary,
+)
 from linattn_jax.mixers.chunking import find_segments
 from linattn_jax.mixers.delta import delta_rule, gated_delta_rule, kaczmarz
 from linattn_jax.mixers.gla import gla
@@ -62,7 +71,7 @@ class _DeltaLayer(nnx.Module):
         keys, values = self.key_heads * key_size, num_heads * value_size
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query, self.key, self.value = project(width, keys), project(width, keys), project(width, values)
-        self.convolution = ShortConvolution(2 * keys + values, conv_width, rngs=rngs)
+        self.convolution = ShortConvolution(2 * keys + values, conv_width, rngs=rngs, init=init)
         self.strength = project(width, num_heads, bias=self.strength_bias)
         if self.decay:
             self.log_decay = project(width, num_heads)
@@ -88,6 +97,7 @@ class _DeltaLayer(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, LayerState]:
+        x = mask_padding(x, segment_ids)
         packing = {"segment_ids": segment_ids, "initial_segment_id": initial_segment_id}
         keys = self.key_heads * self.key_size
         qkv = jnp.concatenate([self.query(x), self.key(x), self.value(x)], axis=-1)
@@ -101,7 +111,7 @@ class _DeltaLayer(nnx.Module):
         y = self.norm(y)
         if self.gated_output:
             y = y * jax.nn.silu(heads(self.gate(x), self.num_heads))
-        return self.output(y.reshape(*y.shape[:2], -1)), LayerState(history, memory)
+        return self.output(merge_heads(y)), LayerState(history, memory)
 
     def init_state(self, batch: int, capacity: int | None = None) -> LayerState:
         """The empty state; it does not grow, so `capacity` is not used."""
@@ -182,6 +192,7 @@ class GLA(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, MatrixState]:
+        x = mask_padding(x, segment_ids)
         log_decay = gates.logsigmoid_log_decay(heads(self.decay_up(self.decay_down(x)), self.key_heads))
         y, state = gla(
             heads(self.query(x), self.key_heads), heads(self.key(x), self.key_heads),
@@ -189,7 +200,7 @@ class GLA(nnx.Module):
             initial_segment_id=initial_segment_id, implementation=self.implementation, chunk_size=self.chunk_size,
         )
         y = self.norm(y) * jax.nn.silu(heads(self.gate(x), self.num_heads))
-        return self.output(y.reshape(*y.shape[:2], -1)), state
+        return self.output(merge_heads(y)), state
 
     def init_state(self, batch: int, capacity: int | None = None) -> MatrixState:
         """The empty state; it does not grow, so `capacity` is not used."""
@@ -232,13 +243,14 @@ class LinearAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, NormalizedState]:
+        x = mask_padding(x, segment_ids)
         feature = lambda y: jax.nn.elu(heads(y, self.key_heads)) + 1
         y, state = linear_attention(
             feature(self.query(x)), feature(self.key(x)), heads(self.value(x), self.num_heads), normalize_output=True,
             initial_state=state, segment_ids=segment_ids, initial_segment_id=initial_segment_id,
             implementation=self.implementation, chunk_size=self.chunk_size,
         )
-        return self.output(y.reshape(*y.shape[:2], -1)), state
+        return self.output(merge_heads(y)), state
 
     def init_state(self, batch: int, capacity: int | None = None) -> NormalizedState:
         """The empty state; it does not grow, so `capacity` is not used."""
@@ -271,6 +283,8 @@ class SoftmaxAttention(nnx.Module):
         chunk_size: int | None = None,
     ):
         del chunk_size  # there are no chunks; accepted because every layer takes it
+        if key_size % 2:
+            raise ValueError(f"key_size: {key_size} given, wanted an even number, as rotary positions turn pairs.")
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size, self.theta, self.window = key_size, value_size, theta, window
         self.implementation = implementation if implementation in ("xla", "cudnn") else None
@@ -291,6 +305,7 @@ class SoftmaxAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
+        x = mask_padding(x, segment_ids)
         q, k, v = heads(self.query(x), self.num_heads), heads(self.key(x), self.key_heads), self.value(x)
         if self.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -300,7 +315,7 @@ class SoftmaxAttention(nnx.Module):
             q, k, heads(v, self.key_heads), window=self.window, initial_state=state, segment_ids=segment_ids,
             initial_segment_id=initial_segment_id, implementation=self.implementation,
         )
-        return self.output(y.reshape(*y.shape[:2], -1)), state
+        return self.output(merge_heads(y)), state
 
     def _positions(
         self, batch: int, length: int, state: KVCache | None, segment_ids: Array | None, initial: Array | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -90,10 +89,9 @@ def _within_documents(x: Array, weight: Array, history: Array, segments: Segment
     def compacted() -> tuple[Array, Array]:
         order = jnp.argsort(~valid, axis=1, stable=True)
         back = jnp.argsort(order, axis=1)
-        y, last = _convolve(
-            _permute(x, order, back), weight, history, jnp.take_along_axis(document, order, axis=1), count
-        )
-        return _permute(y, back, order), last
+        numbers = jnp.take_along_axis(document, order, axis=1)
+        y, last = _convolve(_permute(x, order), weight, history, numbers, count)
+        return _permute(y, back), last
 
     gaps = jnp.any(valid[:, 1:] & ~valid[:, :-1])
     return lax.cond(gaps, compacted, lambda: _convolve(x, weight, history, document, count))
@@ -119,21 +117,10 @@ def _convolve(
     return y, jnp.where(same[..., None], jnp.take_along_axis(extended, at[..., None], axis=1), 0)
 
 
-@jax.custom_vjp
-def _permute(x: Array, order: Array, back: Array) -> Array:
-    """x [B, T, D] in another order along T; the gradient is a gather too, so that it is deterministic."""
-    return jnp.take_along_axis(x, order[..., None], axis=1)
-
-
-def _permute_forward(x: Array, order: Array, back: Array) -> tuple[Array, Array]:
-    return _permute(x, order, back), back
-
-
-def _permute_backward(back: Array, g: Array) -> tuple[Array, None, None]:
-    return jnp.take_along_axis(g, back[..., None], axis=1), None, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
+def _permute(x: Array, order: Array) -> Array:
+    """x [B, T, D] in another order along T; as indices are unique its gradient, a scatter, is deterministic."""
+    rows = jnp.arange(x.shape[0])[:, None]
+    return x.at[rows, order].get(mode="promise_in_bounds", unique_indices=True)
 
 
 def short_convolution_step(

@@ -100,7 +100,8 @@ def softmax_attention(
         implementation: "xla", "cudnn" or None (cuDNN for 16-bit inputs on NVIDIA GPUs where it serves the sizes).
 
     Returns:
-        Output [B, T, H, V] in q.dtype, and the cache holding the last document's tokens, or None.
+        Output [B, T, H, V] in q.dtype, and the cache holding the last document's tokens, or None. The softmax itself is
+        JAX's, in float32 for float64 inputs too.
 
     Raises:
         ValueError, TypeError: naming the argument, what was seen and what was wanted.

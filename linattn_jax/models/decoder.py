@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from linattn_jax.layers import EXPANSION, GROWING, LAYERS
-from linattn_jax.layers.common import INITIALIZERS, RMSNorm, linear, normal_002
+from linattn_jax.layers.common import INITIALIZERS, RMSNorm, linear, mask_padding, normal_002
 from linattn_jax.models.presets import DecoderConfig
 from linattn_jax.types import Array, check_integer
 
@@ -123,7 +123,7 @@ class Decoder(nnx.Module):
         check_integer("tokens", tokens)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: shape {tuple(tokens.shape)} given, wanted [B, T].")
-        x = self.embedding[...][tokens].astype(self.config.dtype)
+        x = mask_padding(self.embedding[...][tokens].astype(self.config.dtype), segment_ids)
         packing = {"segment_ids": segment_ids, "initial_segment_id": initial_segment_id}
         graph, parameters = nnx.split(self.stack)
 

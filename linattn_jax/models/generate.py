@@ -131,3 +131,28 @@ def generate(
         yield tokens
         if stop is not None and ended.all():
             return
+
+
+class TextStream:
+    """Turns tokens into text as they come, holding back what the next token may still change (half a character)."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._sent = 0
+
+    def push(self, ids: np.ndarray) -> str:
+        """The text that `ids` [n] complete."""
+        self._ids.extend(int(i) for i in ids)
+        text = self._tokenizer.decode(self._ids)
+        ready = len(text) - min(len(text) - len(text.rstrip("\ufffd")), 3)
+        new, self._sent = text[self._sent : ready], max(self._sent, ready)
+        if len(self._ids) > 512 and self._sent == len(text):
+            # Some tokenizers decode a token by what stands before it, so a little of that stays.
+            self._ids = self._ids[-16:]
+            self._sent = len(self._tokenizer.decode(self._ids))
+        return new
+
+    def close(self) -> str:
+        """What was held back."""
+        return self._tokenizer.decode(self._ids)[self._sent :]
