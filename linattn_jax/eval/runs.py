@@ -31,6 +31,11 @@ class TrainedRun(NamedTuple):
     mesh: Mesh
     step: int
 
+    @property
+    def model(self) -> Any:
+        """The decoder as a module that holds the parameters."""
+        return self.functional.module(self.params)
+
 
 def open_run(run_dir: str | os.PathLike[str], step: int | None = None, compute_dtype: str = "") -> TrainedRun:
     """Opens the newest checkpoint of a run, or that of `step`, on the present devices.
