@@ -50,6 +50,7 @@ def plot_loss(path: str | Path, records: Sequence[dict[str, Any]], title: str) -
             textcoords="offset points",
             xytext=(-4, 8),
             ha="right",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
             color="#d95f02",
         )
     _limits(axes, train, heldout)
