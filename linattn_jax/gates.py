@@ -1,4 +1,4 @@
-"""Gate parametrisations: pure functions from what a layer projects to what a mixer takes, and how to initialise them."""
+"""Gate parametrisations: pure functions from what a layer projects to what a mixer takes, and their initialisation."""
 
 from __future__ import annotations
 

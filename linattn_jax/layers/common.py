@@ -1,4 +1,4 @@
-"""What the layers share: projections, initialisation, the short convolution's parameters, norms and rotary positions."""
+"""What the layers share: projections, initialisation, the short convolution's parameters, norms, rotary positions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def mask_padding(x: Array, segment_ids: Array | None) -> Array:
 
 
 class ShortConvolution(nnx.Module):
-    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels], fan-in `width`."""
+    """Depthwise causal convolution of `width` taps without bias, then SiLU; weight [width, channels]."""
 
     def __init__(self, channels: int, width: int, *, rngs: nnx.Rngs, init: Callable[..., Array] = fan_in_uniform):
         self.weight = nnx.Param(init(rngs.params(), (width, channels)))

@@ -244,7 +244,10 @@ class LinearAttention(nnx.Module):
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, NormalizedState]:
         x = mask_padding(x, segment_ids)
-        feature = lambda y: jax.nn.elu(heads(y, self.key_heads)) + 1
+
+        def feature(y: Array) -> Array:
+            return jax.nn.elu(heads(y, self.key_heads)) + 1
+
         y, state = linear_attention(
             feature(self.query(x)), feature(self.key(x)), heads(self.value(x), self.num_heads), normalize_output=True,
             initial_state=state, segment_ids=segment_ids, initial_segment_id=initial_segment_id,

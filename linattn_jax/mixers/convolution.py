@@ -61,8 +61,8 @@ def short_convolution(
     else:
         check_float("initial_state", initial_state)
         if tuple(initial_state.shape) != (batch, width - 1, channels):
-            wanted = (batch, width - 1, channels)
-            raise ValueError(f"initial_state: shape {tuple(initial_state.shape)} given, wanted [B, W - 1, D] = {wanted}.")
+            seen, wanted = tuple(initial_state.shape), (batch, width - 1, channels)
+            raise ValueError(f"initial_state: shape {seen} given, wanted [B, W - 1, D] = {wanted}.")
         history = initial_state.astype(dtype)
     segments = find_segments(segment_ids, initial_segment_id, batch, length)
     if length == 0:
@@ -104,7 +104,9 @@ def _convolve(
     width, length = weight.shape[0], x.shape[1]
     extended = jnp.concatenate([history, x.astype(history.dtype)], axis=1)
     if document is None or count is None:
-        y = sum(weight[tap] * extended[:, tap : tap + length] for tap in range(width))
+        y = jnp.zeros(x.shape, history.dtype)
+        for tap in range(width):
+            y = y + weight[tap] * extended[:, tap : tap + length]
         return y, extended[:, length:]
     numbers = jnp.concatenate([jnp.zeros_like(document, shape=(x.shape[0], width - 1)), document], axis=1)
     y = jnp.zeros((*x.shape[:2], 1), history.dtype)

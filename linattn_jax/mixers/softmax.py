@@ -1,4 +1,4 @@
-"""Causal softmax attention, the quadratic baseline: JAX's own, through cuDNN on NVIDIA GPUs, with a cache for decoding."""
+"""Causal softmax attention, the quadratic baseline: JAX's own, cuDNN's on NVIDIA GPUs, with a cache for decoding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _check(q: Array, k: Array, v: Array, cache: KVCache | None, implementation: 
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_float(name, x)
         if x.ndim != 4:
-            raise ValueError(f"{name}: rank {x.ndim} (shape {tuple(x.shape)}) given, wanted rank 4, [B, T, heads, size].")
+            shape = tuple(x.shape)
+            raise ValueError(f"{name}: rank {x.ndim} (shape {shape}) given, wanted rank 4, [B, T, heads, size].")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {x.dtype} given, wanted that of q, {q.dtype}.")
     sizes = {"B": q.shape[0], "T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "Hk": k.shape[2], "V": v.shape[3]}
@@ -54,16 +55,21 @@ def _check(q: Array, k: Array, v: Array, cache: KVCache | None, implementation: 
         check_integer("initial_state.length", cache.length)
         check_shape("initial_state.length", cache.length, "B", sizes)
         if sizes["T"] > sizes["capacity"]:
-            raise ValueError(f"initial_state: capacity {sizes['capacity']} given, wanted at least the {sizes['T']} tokens.")
+            capacity, length = sizes["capacity"], sizes["T"]
+            raise ValueError(f"initial_state: capacity {capacity} given, wanted at least the {length} tokens.")
 
 
 def _attend(
-    q: Array, k: Array, v: Array, mask: Array | None, scale: float | None, window: int | None, implementation: str | None
+    q: Array, k: Array, v: Array, mask: Array | None, scale: float | None, window: int | None,
+    implementation: str | None,
 ) -> Array:
     """JAX's attention for any value size: causal where mask is None, else by mask [B, 1, T, S] alone."""
     size, value_size = q.shape[-1], v.shape[-1]
     wide = max(size, value_size)
-    pad = lambda x: jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])])
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])])
+
     if implementation is None and jax.default_backend() == "gpu":
         # What cuDNN's flash attention takes; everything else is XLA's.
         served = q.dtype in (jnp.float16, jnp.bfloat16) and wide <= 128 and wide % 8 == 0
@@ -145,7 +151,8 @@ def softmax_attention(
 
 
 def _visible(
-    document: Array, rank: Array, valid: Array, key_document: Array, key_rank: Array, key_valid: Array, window: int | None
+    document: Array, rank: Array, valid: Array, key_document: Array, key_rank: Array, key_valid: Array,
+    window: int | None,
 ) -> Array:
     """bool [B, T, S]: which keys a query may see, by document and by rank among the real tokens."""
     distance = rank[:, :, None] - key_rank[:, None, :]
@@ -171,7 +178,8 @@ def _extend(cache: KVCache, k: Array, v: Array, valid: Array, document: Array) -
 def softmax_attention_step(
     state: KVCache, q: Array, k: Array, v: Array, *, scale: float | None = None, window: int | None = None
 ) -> tuple[Array, KVCache]:
-    """One token of `softmax_attention`: q [B, H, K], k [B, Hk, K], v [B, Hk, V]; returns output [B, H, V] and the cache."""
-    output, cache = softmax_attention(q[:, None], k[:, None], v[:, None], scale=scale, window=window, initial_state=state)
+    """One token of `softmax_attention`: q [B, H, K], k [B, Hk, K], v [B, Hk, V]; returns output, cache."""
+    q, k, v = (x[:, None] for x in (q, k, v))
+    output, cache = softmax_attention(q, k, v, scale=scale, window=window, initial_state=state)
     assert cache is not None
     return output[:, 0], cache

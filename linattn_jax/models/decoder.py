@@ -26,7 +26,10 @@ class SwiGLU(nnx.Module):
         project = partial(linear, rngs=rngs, dtype=jnp.dtype(config.dtype), init=init)
         self.gate = project(config.width, config.mlp_channels)
         self.up = project(config.width, config.mlp_channels)
-        smaller = lambda *args: init(*args) / (2 * config.layers) ** 0.5
+
+        def smaller(*args: Any) -> Array:
+            return init(*args) / (2 * config.layers) ** 0.5
+
         self.down = project(config.mlp_channels, config.width, init=smaller)
 
     def __call__(self, x: Array) -> Array:
@@ -116,9 +119,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Array, Any]:
         """Hidden states [B, T, D] after the final norm, in `config.dtype`, for tokens int32 [B, T], and the new state.
 
-        `state` is what an earlier call or `init_state` returned, None to start empty; softmax layers return a cache only
-        if given one. `segment_ids` int32 [B, T] packs documents, negative ids are padding; `initial_segment_id` int32 [B]
-        drops a carried state where the first id differs.
+        `state` is what an earlier call or `init_state` returned, None to start empty; softmax layers return a cache
+        only if given one. `segment_ids` int32 [B, T] packs documents, negative ids are padding, whose tokens are not
+        read; `initial_segment_id` int32 [B] drops a carried state where the first id differs.
         """
         check_integer("tokens", tokens)
         if tokens.ndim != 2:
@@ -147,9 +150,8 @@ class Decoder(nnx.Module):
 
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
         """The empty state for `batch` rows; `capacity` is the number of tokens that softmax layers can cache."""
-        period = jax.tree.map(lambda x: x, tuple(
-            block.mixer.init_state(batch, capacity) for block in self._first_period().blocks
-        ))
+        blocks = self._first_period().blocks
+        period = tuple(block.mixer.init_state(batch, capacity) for block in blocks)  # type: ignore[attr-defined]
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (self.repeats, *s.shape)), period)
 
     def _first_period(self) -> Period:

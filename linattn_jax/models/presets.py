@@ -8,9 +8,16 @@ from typing import Any
 
 from linattn_jax.layers import LAYERS
 from linattn_jax.layers.common import INITIALIZERS
+from linattn_jax.mixers.dispatch import IMPLEMENTATIONS
 from linattn_jax.types import UserError
 
 REMAT = ("none", "dots", "full")
+KNOWN = {
+    "remat": REMAT,
+    "init": tuple(INITIALIZERS),
+    "dtype": ("float32", "bfloat16"),
+    "implementation": (None, *IMPLEMENTATIONS, "xla", "cudnn"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +54,14 @@ class DecoderConfig:
                 raise UserError(f"mixer {name!r} is not known; known are {', '.join(sorted(LAYERS))}.")
         if not self.mixers:
             raise UserError("model.mixers is empty; name at least one mixer.")
-        for field, allowed in (("remat", REMAT), ("init", tuple(INITIALIZERS)), ("dtype", ("float32", "bfloat16"))):
+        for field, allowed in KNOWN.items():
             if getattr(self, field) not in allowed:
-                raise UserError(f"model.{field} {getattr(self, field)!r} is not known; known are {', '.join(allowed)}.")
-        for field in ("vocab_size", "layers", "width", "heads", "head_size"):
-            if getattr(self, field) < 1:
-                raise UserError(f"model.{field} is {getattr(self, field)}, wanted at least 1.")
+                names = ", ".join(map(str, allowed))
+                raise UserError(f"model.{field} {getattr(self, field)!r} is not known; known are {names}.")
+        least = dict.fromkeys(("vocab_size", "layers", "width", "heads", "head_size"), 1)
+        for field, wanted in (least | dict.fromkeys(("value_size", "key_heads", "mlp_width"), 0)).items():
+            if getattr(self, field) < wanted:
+                raise UserError(f"model.{field} is {getattr(self, field)}, wanted at least {wanted}.")
         if self.key_heads and self.heads % self.key_heads:
             raise UserError(f"model.heads {self.heads} is not a multiple of model.key_heads {self.key_heads}.")
 
