@@ -11,7 +11,7 @@ taken. Errors are relative L2 against the token loop in float64 on the first 512
 import json
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
 from experiments._main import run
 from linattn_jax.eval import timing
@@ -29,14 +29,15 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; default bench_<op>.json under runs/.")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected argument {argv[1]!r}")
+def main(_) -> None:
+    """Times, prints a table, writes the JSON."""
     try:
         shape = timing.Shape(*map(int, _SHAPE.value))
         chunks = [int(c) for c in _CHUNKS.value]
     except (TypeError, ValueError):
-        raise UserError(f"--shape {_SHAPE.value} and --chunk_sizes {_CHUNKS.value} must be B,T,Hk,H,K,V and integers") from None
+        raise UserError(
+            f"--shape {_SHAPE.value} and --chunk_sizes {_CHUNKS.value} must be B,T,Hk,H,K,V and integers"
+        ) from None
     rate = timing.matmul_rate(_DTYPE.value)
     print(f"matrix product: {rate / 1e9:.0f} GFLOP/s in {_DTYPE.value}", flush=True)
     rows = []

@@ -1,7 +1,7 @@
 """Continues a prompt with a trained model, printing text as it is drawn.
 
     python -m experiments.generate --run_dir=runs/quickstart --prompt="def main("
-    python -m experiments.generate --run_dir=runs/125m --prompt_file=story.txt --length=2000 --temperature=0.7 --top_p=0.9
+    python -m experiments.generate --run_dir=runs/125m --prompt_file=story.txt --length=2000 --top_p=0.9
 
 The prompt is read in parallel; tokens are then drawn one by one from the recurrent state, whose size does not depend on
 how much has been read (softmax layers cache the whole text). Temperature 0 takes the likeliest token each time.
@@ -29,15 +29,22 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the draws.")
 _STOP = flags.DEFINE_bool("stop_at_end", True, "Stop where the model ends the document.")
 
 
-def main(_: list[str]) -> None:
+def main(_) -> None:
+    """Reads the prompt, draws, prints."""
     opened = open_run(_RUN.value)
     prompt = _PROMPT.value if _FILE.value is None else Path(_FILE.value).read_text()
     tokens = np.concatenate([[opened.tokenizer.eot], opened.tokenizer.encode(prompt)])
     stream, drawn, start = TextStream(opened.tokenizer), 0, time.perf_counter()
     sys.stdout.write(prompt)
     draws = generate(
-        opened.model, tokens, _LENGTH.value, seed=_SEED.value, temperature=_TEMPERATURE.value, top_k=_TOP_K.value,
-        top_p=_TOP_P.value, stop=opened.tokenizer.eot if _STOP.value else None,
+        opened.model,
+        tokens,
+        _LENGTH.value,
+        seed=_SEED.value,
+        temperature=_TEMPERATURE.value,
+        top_k=_TOP_K.value,
+        top_p=_TOP_P.value,
+        stop=opened.tokenizer.eot if _STOP.value else None,
     )
     for block in draws:
         sys.stdout.write(stream.push(block[0]))

@@ -22,13 +22,13 @@ from linattn_jax.train.metrics import table
 
 _RUN = flags.DEFINE_string("run_dir", "runs/quickstart", "Where everything is written.")
 _MIXER = flags.DEFINE_string("mixer", "kla", "Mixer, or several joined by + (see configs/lm.py).")
-_STEPS = flags.DEFINE_integer("steps", 600, "Training steps of 16 x 256 bytes.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 600, "Training steps of 8 x 256 bytes.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and order.")
 
 
-def main(_: list[str]) -> None:
+def main(_) -> None:
     """Trains, compares, points at what was written."""
-    config = get_config(f"size=tiny,data=stdlib,mixer={_MIXER.value},steps={_STEPS.value},seed={_SEED.value}")
+    config = get_config(f"size=tiny,data=stdlib,batch=8,mixer={_MIXER.value},steps={_STEPS.value},seed={_SEED.value}")
     config.sample.prompt = "def "
     summary = train(config, _RUN.value)
     if summary["stopped"]:

@@ -67,7 +67,9 @@ def check_qkv(q: ArrayLike, k: ArrayLike, v: ArrayLike, axes: str = "B T") -> di
     if min(sizes["Hk"], sizes["H"], sizes["K"], sizes["V"]) < 1:
         raise ValueError(f"q and v: shapes {tuple(q.shape)} and {tuple(v.shape)} given, wanted heads and sizes >= 1.")
     if sizes["H"] % sizes["Hk"]:
-        raise ValueError(f"v: {sizes['H']} value heads given, wanted a multiple of the {sizes['Hk']} key heads of q and k.")
+        raise ValueError(
+            f"v: {sizes['H']} value heads given, wanted a multiple of the {sizes['Hk']} key heads of q and k."
+        )
     return sizes
 
 

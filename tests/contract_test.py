@@ -1,6 +1,7 @@
 """One contract for every mixer in every implementation: later mixers and kernels only register."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -315,7 +316,12 @@ def test_padding_leaves_no_trace(name, form):
     for field, s in state._asdict().items():
         assert_close(s, final[field], limit(field, "float32"), field)
     _, _, alone = backward(
-        name, "recurrent", clean, (cotangents[0][:, real], cotangents[1]), segment_ids=ids[:, real], initial_state=initial
+        name,
+        "recurrent",
+        clean,
+        (cotangents[0][:, real], cotangents[1]),
+        segment_ids=ids[:, real],
+        initial_state=initial,
     )
     for key in inputs:
         assert_close(g[key][:, real], alone[key], limit(key, "float32", gradient=True), key)
@@ -397,9 +403,12 @@ def test_gradients_through_states(name, form):
 
     def total(x, state, implementation, cuts):
         outputs = []
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             out, state = call(
-                name, {key: y[:, a:b] for key, y in x.items()}, initial_state=state, implementation=implementation,
+                name,
+                {key: y[:, a:b] for key, y in x.items()},
+                initial_state=state,
+                implementation=implementation,
                 chunk_size=8,
             )
             outputs.append(out)
@@ -430,8 +439,10 @@ def test_transformations_agree(name, form):
     assert_close(jax.jit(jax.vmap(plain))(rows)[:, 0], jitted, 1e-6, "vmap")
     gradient = lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(f(x)))))(inputs)
     wanted = gradient(plain)
-    for what, f in (("checkpoint", jax.checkpoint(plain)), ("vmap", lambda x: jax.vmap(plain)(
-        {key: a[:, None] for key, a in x.items()})[:, 0])):
+    for what, f in (
+        ("checkpoint", jax.checkpoint(plain)),
+        ("vmap", lambda x: jax.vmap(plain)({key: a[:, None] for key, a in x.items()})[:, 0]),
+    ):
         for key, g in gradient(f).items():
             assert_close(g, wanted[key], 5e-6, f"{what} {key}")
     stacked = {key: np.stack([a, 0.5 * a]) for key, a in inputs.items()}
@@ -470,10 +481,10 @@ def test_bad_input_is_named(name):
     mixer = MIXERS[name]
 
     def refused(error, match, implementation=None, **changes):
+        keywords = {key: a for key, a in changes.items() if key not in good}
+        arrays = good | {key: a for key, a in changes.items() if key in good}
         with pytest.raises(error, match=match):
-            keywords = {key: a for key, a in changes.items() if key not in good}
-            call(name, good | {key: a for key, a in changes.items() if key in good}, implementation=implementation,
-                 **keywords)
+            call(name, arrays, implementation=implementation, **keywords)
 
     refused(ValueError, r"k: shape \(2, 5, 2, 16\) given, wanted \[B, T, Hk, K\]", k=good["k"][:, :5])
     refused(ValueError, r"v: rank 3 .* wanted rank 4", v=good["v"][..., 0])

@@ -48,7 +48,7 @@ def make_inputs(mixer: Mixer, shape: Shape, dtype: str, seed: int) -> dict[str, 
 
 
 def functions(mixer: Mixer, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, forward and backward) of a mixer on a dict of inputs; the second returns output, state and gradients."""
+    """(forward, forward and backward) of a mixer on a dict of inputs; the second returns also gradients."""
     names = ("q", "k", "v", *mixer.gates)
 
     def forward(inputs: dict[str, Array]) -> Any:
@@ -63,7 +63,7 @@ def functions(mixer: Mixer, **options: Any) -> tuple[Callable[..., Any], Callabl
 
 
 def gate(mixer: Mixer, inputs: dict[str, Array], dtype: str, **options: Any) -> tuple[dict[str, float], bool]:
-    """Relative L2 errors against the token loop in float64 on the same inputs cut short, and whether all are in limits."""
+    """Relative L2 errors against the float64 token loop on the inputs cut short, and whether all are in limits."""
     heads = inputs["v"].shape[2] // inputs["q"].shape[2]
     cut = {}
     for name, x in inputs.items():
@@ -87,7 +87,7 @@ def time_calls(function: Callable[..., Any], *arguments: Any, seconds: float = 1
     jax.block_until_ready(function(*arguments))
     once = max(time.perf_counter() - start, 1e-6)
     calls = max(1, int(min(0.1, seconds / 10) / once))
-    times = []
+    times: list[float] = []
     while len(times) < 5 or (sum(times) * calls < seconds and len(times) < 50):
         start = time.perf_counter()
         result = None
@@ -108,13 +108,14 @@ def matmul_rate(dtype: str, size: int = 0) -> float:
 
 
 def chunkwise_flops(mixer: Mixer, shape: Shape, chunk: int) -> float:
-    """Operations of the matrix products of one forward pass in chunks of `chunk` rows, per the formulas of the docs.
+    """Operations of the matrix products of one forward pass in chunks of `chunk` rows.
 
-    Two operations per multiplication and addition: Q S_0 and the write, 2 C K V each; Q K^T, C^2 K; scores times values,
-    C^2 V. The delta rule adds K K^T, C^2 K; K S_0, C K V; (I + A)^{-1} times C x V, C^2 V; the inverse, C^3 / 3.
+    Two operations per multiplication and addition: Q S_0 and the write, 2 C K V each; Q K^T, C^2 K; scores times
+    values, C^2 V. The delta rule adds K K^T, C^2 K; K S_0, C K V; (I + A)^{-1} times C x V, C^2 V; the inverse, C^3 /
+    3.
     """
     C, K, V = chunk, shape.K, shape.V
-    products = 2 * C * K * V + C * C * K + C * C * V
+    products: float = 2 * C * K * V + C * C * K + C * C * V
     if "beta" in mixer.gates or "eta" in mixer.gates:
         products += C * C * K + C * K * V + C * C * V + C**3 / 3
     return 2.0 * products * shape.B * shape.H * -(-shape.T // C)

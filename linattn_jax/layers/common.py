@@ -31,9 +31,7 @@ def linear(
     inputs: int, outputs: int, *, rngs: nnx.Rngs, dtype: Any, init: Callable[..., Array], bias: bool = False
 ) -> nnx.Linear:
     """A projection with float32 parameters (bias 0) computing in `dtype`."""
-    return nnx.Linear(
-        inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=init, rngs=rngs
-    )
+    return nnx.Linear(inputs, outputs, use_bias=bias, dtype=dtype, param_dtype=jnp.float32, kernel_init=init, rngs=rngs)
 
 
 def heads(x: Array, count: int) -> Array:

@@ -104,9 +104,14 @@ class _DeltaLayer(nnx.Module):
         qkv, history = self.convolution(qkv, state=None if state is None else state.convolution, **packing)
         q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
         y, memory = self.mix(
-            heads(q, self.key_heads), heads(k, self.key_heads), heads(v, self.num_heads), x,
-            initial_state=None if state is None else state.memory, **packing,
-            implementation=self.implementation, chunk_size=self.chunk_size,
+            heads(q, self.key_heads),
+            heads(k, self.key_heads),
+            heads(v, self.num_heads),
+            x,
+            initial_state=None if state is None else state.memory,
+            **packing,
+            implementation=self.implementation,
+            chunk_size=self.chunk_size,
         )
         y = self.norm(y)
         if self.gated_output:
@@ -195,9 +200,15 @@ class GLA(nnx.Module):
         x = mask_padding(x, segment_ids)
         log_decay = gates.logsigmoid_log_decay(heads(self.decay_up(self.decay_down(x)), self.key_heads))
         y, state = gla(
-            heads(self.query(x), self.key_heads), heads(self.key(x), self.key_heads),
-            heads(self.value(x), self.num_heads), log_decay, initial_state=state, segment_ids=segment_ids,
-            initial_segment_id=initial_segment_id, implementation=self.implementation, chunk_size=self.chunk_size,
+            heads(self.query(x), self.key_heads),
+            heads(self.key(x), self.key_heads),
+            heads(self.value(x), self.num_heads),
+            log_decay,
+            initial_state=state,
+            segment_ids=segment_ids,
+            initial_segment_id=initial_segment_id,
+            implementation=self.implementation,
+            chunk_size=self.chunk_size,
         )
         y = self.norm(y) * jax.nn.silu(heads(self.gate(x), self.num_heads))
         return self.output(merge_heads(y)), state
@@ -249,9 +260,15 @@ class LinearAttention(nnx.Module):
             return jax.nn.elu(heads(y, self.key_heads)) + 1
 
         y, state = linear_attention(
-            feature(self.query(x)), feature(self.key(x)), heads(self.value(x), self.num_heads), normalize_output=True,
-            initial_state=state, segment_ids=segment_ids, initial_segment_id=initial_segment_id,
-            implementation=self.implementation, chunk_size=self.chunk_size,
+            feature(self.query(x)),
+            feature(self.key(x)),
+            heads(self.value(x), self.num_heads),
+            normalize_output=True,
+            initial_state=state,
+            segment_ids=segment_ids,
+            initial_segment_id=initial_segment_id,
+            implementation=self.implementation,
+            chunk_size=self.chunk_size,
         )
         return self.output(merge_heads(y)), state
 
@@ -315,8 +332,14 @@ class SoftmaxAttention(nnx.Module):
         position = self._positions(x.shape[0], x.shape[1], state, segment_ids, initial_segment_id)
         q, k = rotary(q, position, self.theta), rotary(k, position, self.theta)
         y, state = softmax_attention(
-            q, k, heads(v, self.key_heads), window=self.window, initial_state=state, segment_ids=segment_ids,
-            initial_segment_id=initial_segment_id, implementation=self.implementation,
+            q,
+            k,
+            heads(v, self.key_heads),
+            window=self.window,
+            initial_state=state,
+            segment_ids=segment_ids,
+            initial_segment_id=initial_segment_id,
+            implementation=self.implementation,
         )
         return self.output(merge_heads(y)), state
 

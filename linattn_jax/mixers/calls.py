@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from linattn_jax import debug
 from linattn_jax.mixers import chunking
 from linattn_jax.types import (
     Array,
@@ -45,6 +46,10 @@ class Call:
         """The arrays of the call, in the order in which the forms take them."""
         return self.inputs, self.state, self.segments
 
+    def check_values(self, name: str) -> None:
+        """States what the inputs must be, inside `debug.value_checks` only."""
+        debug.check_inputs(name, self.inputs, None if self.segments is None else self.segments.valid)
+
     def recurrent(self, token: Callable[..., Any]) -> Callable[..., Any]:
         """The form that scans `token(state, x)`; x holds [B, heads, ...] in the accumulator dtype."""
 
@@ -73,8 +78,14 @@ def _cast_output(function: Callable[..., Any], inputs: dict[str, Array]) -> Call
 
 
 def _prepare(
-    q: Array, k: Array, v: Array, gates: Mapping[str, tuple[Array, str]], scale: float | Array | None,
-    init: Callable[..., Any], initial_state: Pytree, axes: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Mapping[str, tuple[Array, str]],
+    scale: float | Array | None,
+    init: Callable[..., Any],
+    initial_state: Pytree,
+    axes: str,
 ) -> tuple[dict[str, int], dict[str, Any]]:
     sizes = check_qkv(q, k, v, axes)
     for name, (gate, gate_axes) in gates.items():
@@ -100,8 +111,15 @@ def _prepare(
 
 
 def prepare(
-    q: Array, k: Array, v: Array, gates: Mapping[str, tuple[Array, str]], scale: float | Array | None,
-    init: Callable[..., Any], initial_state: Pytree, segment_ids: Array | None, initial_segment_id: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Mapping[str, tuple[Array, str]],
+    scale: float | Array | None,
+    init: Callable[..., Any],
+    initial_state: Pytree,
+    segment_ids: Array | None,
+    initial_segment_id: Array | None,
 ) -> Call:
     """Checks the arguments of a mixer. `gates` maps names to (array, axes); `init` makes the empty state, all zeros."""
     sizes, parts = _prepare(q, k, v, gates, scale, init, initial_state, "B T")
@@ -110,8 +128,13 @@ def prepare(
 
 
 def prepare_step(
-    state: Pytree, q: Array, k: Array, v: Array, gates: Mapping[str, tuple[Array, str]],
-    scale: float | Array | None, init: Callable[..., Any],
+    state: Pytree,
+    q: Array,
+    k: Array,
+    v: Array,
+    gates: Mapping[str, tuple[Array, str]],
+    scale: float | Array | None,
+    init: Callable[..., Any],
 ) -> Call:
     """As `prepare` for one token: arrays without the time axis."""
     _, parts = _prepare(q, k, v, gates, scale, init, state, "B")

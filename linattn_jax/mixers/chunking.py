@@ -57,7 +57,7 @@ def find_segments(
 
 
 def repeat_heads(x: Array, groups: int, axis: int = 1) -> Array:
-    """Key heads to value heads: every head of `axis` repeated `groups` times, value head h from key head h // groups."""
+    """Every head of `axis` repeated `groups` times, so that value head h gets key head h // groups."""
     return x if groups == 1 else jnp.repeat(x, groups, axis=axis)
 
 
@@ -210,7 +210,8 @@ def unit_lower_inverse(a: Array) -> Array:
 
     By doubling: the inverses of the diagonal blocks of size s give those of size 2s, log2(C) rounds of batched matrix
     products, as stable as forward substitution (no power of `a` is formed) and without its C sequential rows. Inside
-    tiles of 16 a round is X <- X - X (a o mask) X on whole tiles: more arithmetic than it needs, but far fewer operations.
+    tiles of 16 a round is X <- X - X (a o mask) X on whole tiles: more arithmetic than it needs, but far fewer
+    operations.
     """
     length = a.shape[-1]
     size = min(length, 16)

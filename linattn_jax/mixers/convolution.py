@@ -125,9 +125,7 @@ def _permute(x: Array, order: Array) -> Array:
     return x.at[rows, order].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def short_convolution_step(
-    state: Array, x: Array, weight: Array, bias: Array | None = None
-) -> tuple[Array, Array]:
+def short_convolution_step(state: Array, x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Array]:
     """One token of `short_convolution`: x [B, D]; returns output [B, D] and the new history."""
     y, state = short_convolution(x[:, None], weight, bias, initial_state=state)
     return y[:, 0], state

@@ -2,9 +2,9 @@
 
 Per value head, with the state S [K, V] and S~ = e^{log_decay} S:
     S <- S~ + beta k (v - S~^T k)^T,    o = scale S^T q,
-each write moving what k reads from the decayed memory toward v. beta ||k||^2 is the step relative to an exact projection
-(1 stores v exactly): between 0 and 2 the update contracts, beyond 2 it diverges, in every implementation and for
-everybody. Nothing raises on values: a positive log decay grows the state without bound, and an infinite or NaN gate
+each write moving what k reads from the decayed memory toward v. beta ||k||^2 is the step relative to an exact
+projection (1 stores v exactly): between 0 and 2 the update contracts, beyond 2 it diverges, in every implementation and
+for everybody. Nothing raises on values: a positive log decay grows the state without bound, and an infinite or NaN gate
 (except log_decay = -inf, which forgets everything) gives NaN from its token on; see `linattn_jax.debug`.
 """
 
@@ -16,18 +16,18 @@ from functools import partial
 import jax.numpy as jnp
 from jax import lax
 
+from linattn_jax import debug
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import repeat_heads
 from linattn_jax.mixers.state import MatrixState, matrix_init
 from linattn_jax.types import Array
 
-
 delta_rule_init = gated_delta_rule_init = kaczmarz_init = matrix_init
 
 
 def l2_normalize(x: Array, eps: float = 1e-6) -> Array:
-    """x / ||x|| over the last axis, as x * rsqrt(sum x^2 + eps): eps inside the root keeps gradients of zero rows finite."""
+    """x * rsqrt(sum x^2 + eps) over the last axis: eps inside the root keeps gradients of zero rows finite."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
 
 
@@ -50,6 +50,16 @@ class _Rule:
         k = l2_normalize(x["k"]) if self.normalize_k else x["k"]
         return call.scale * q, k
 
+    def check_step(self, name: str, call: Call) -> None:
+        """States that steps contract, inside `debug.value_checks` only."""
+        if self.eps is not None:
+            step = call.inputs["eta"]
+        else:
+            k = call.inputs["k"].astype(call.dtype)
+            k = l2_normalize(k) if self.normalize_k else k
+            step = call.inputs["beta"] * repeat_heads(jnp.sum(k * k, axis=-1), call.groups, axis=2)
+        debug.check_step(name, step, None if call.segments is None else call.segments.valid)
+
     def token(self, call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
         q, k = self.queries_keys(call, x)
         q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
@@ -70,8 +80,8 @@ class _Rule:
         """One chunk in matrix form (WY representation, Yang et al. 2024, with the decay inside).
 
         With L_ij = e^{G_i - G_j} and A = strict_tril(diag(beta) (K K^T o L)), the errors that the tokens write are
-        E = (I + A)^{-1} diag(beta) (V - e^G K S_0). KLA runs through it with keys r k, values r v and strength eta, where
-        r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
+        E = (I + A)^{-1} diag(beta) (V - e^G K S_0). KLA runs through it with keys r k, values r v and strength eta,
+        where r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
         """
         q, k = self.queries_keys(call, x)
         v, strength = x["v"], x.get("beta", x.get("eta"))
@@ -96,6 +106,8 @@ class _Rule:
 
 
 def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
+    call.check_values(name)
+    rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
         "chunkwise": call.chunkwise(partial(rule.chunk, call), dispatch.choose_chunk(chunk_size, call.length)),
@@ -205,9 +217,9 @@ def kaczmarz(
 ) -> tuple[Array, MatrixState]:
     """KLA's mixer (Zou, Ren and Liu 2026, arXiv 2605.08587): the gated delta rule with beta = eta / (||k||^2 + eps).
 
-    As `gated_delta_rule`, with eta [B, T, H] in [0, 2], a step relative to Kaczmarz's projection: at eta = 1 and eps = 0
-    the write stores v at k exactly and changes the memory by the least Frobenius norm that does. Keys keep their norm; a
-    zero key writes nothing.
+    As `gated_delta_rule`, with eta [B, T, H] in [0, 2], a step relative to Kaczmarz's projection: at eta = 1 and eps =
+    0 the write stores v at k exactly and changes the memory by the least Frobenius norm that does. Keys keep their
+    norm; a zero key writes nothing.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.array([3.0, 4.0]).reshape(1, 1, 1, 2)
@@ -223,17 +235,32 @@ def kaczmarz(
 
 
 def delta_rule_step(
-    state: MatrixState, q: Array, k: Array, v: Array, beta: Array, *,
-    scale: float | Array | None = None, normalize_q: bool = False, normalize_k: bool = False,
+    state: MatrixState,
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
+    *,
+    scale: float | Array | None = None,
+    normalize_q: bool = False,
+    normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
-    """One token of `delta_rule`: q, k [B, Hk, K], v [B, H, V], beta [B, H]; returns output [B, H, V] and the new state."""
+    """One token of `delta_rule`: q, k [B, Hk, K], v [B, H, V], beta [B, H]; returns output [B, H, V] and the state."""
     call = prepare_step(state, q, k, v, {"beta": (beta, "B H")}, scale, matrix_init)
     return finish_step(call, _Rule(normalize_q, normalize_k).token)
 
 
 def gated_delta_rule_step(
-    state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, beta: Array, *,
-    scale: float | Array | None = None, normalize_q: bool = False, normalize_k: bool = False,
+    state: MatrixState,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    beta: Array,
+    *,
+    scale: float | Array | None = None,
+    normalize_q: bool = False,
+    normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
     """One token of `gated_delta_rule`: gates [B, H], the rest as `delta_rule_step`."""
     gates = {"log_decay": (log_decay, "B H"), "beta": (beta, "B H")}
@@ -242,8 +269,17 @@ def gated_delta_rule_step(
 
 
 def kaczmarz_step(
-    state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, eta: Array, *, eps: float = 1e-6,
-    scale: float | Array | None = None, normalize_q: bool = False, normalize_k: bool = False,
+    state: MatrixState,
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    eta: Array,
+    *,
+    eps: float = 1e-6,
+    scale: float | Array | None = None,
+    normalize_q: bool = False,
+    normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
     """One token of `kaczmarz`: gates [B, H], the rest as `delta_rule_step`."""
     gates = {"log_decay": (log_decay, "B H"), "eta": (eta, "B H")}
@@ -254,6 +290,8 @@ def kaczmarz_step(
 _FORMS = ("recurrent", "chunkwise")
 dispatch.register(dispatch.Mixer("delta_rule", delta_rule, delta_rule_step, matrix_init, ("beta",), _FORMS))
 dispatch.register(
-    dispatch.Mixer("gated_delta_rule", gated_delta_rule, gated_delta_rule_step, matrix_init, ("log_decay", "beta"), _FORMS)
+    dispatch.Mixer(
+        "gated_delta_rule", gated_delta_rule, gated_delta_rule_step, matrix_init, ("log_decay", "beta"), _FORMS
+    )
 )
 dispatch.register(dispatch.Mixer("kaczmarz", kaczmarz, kaczmarz_step, matrix_init, ("log_decay", "eta"), _FORMS))

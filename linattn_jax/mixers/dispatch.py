@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import jax
@@ -55,8 +55,14 @@ def register(mixer: Mixer) -> None:
     MIXERS[mixer.name] = mixer
 
 
-class Unavailable(str):
+@dataclass(frozen=True)
+class Unavailable:
     """Stands where an implementation would, and says why there is none."""
+
+    reason: str
+
+
+_NONE = Unavailable("there is none for this mixer yet")
 
 
 def choose_chunk(chunk_size: int | None, length: int, default: int = 64) -> int:
@@ -85,26 +91,30 @@ def run(
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation: {implementation!r} given, wanted None or one of {IMPLEMENTATIONS}.")
-        form = forms.get(implementation, Unavailable("there is none for this mixer yet"))
+        form = forms.get(implementation, _NONE)
         if isinstance(form, Unavailable):
-            raise NotImplementedError(f"{name} has no implementation {implementation!r} here: {form}.")
+            raise NotImplementedError(f"{name} has no implementation {implementation!r} here: {form.reason}.")
         return form(*arguments)
+    served: dict[str, Callable[..., Any]] = {}
+    why: list[tuple[str, str]] = []
+    for candidate in IMPLEMENTATIONS:
+        form = forms.get(candidate, _NONE)
+        if isinstance(form, Unavailable):
+            why.append((candidate, form.reason))
+        else:
+            served[candidate] = form
     if length <= SHORT:
-        return forms["recurrent"](*arguments)
-    chosen = {
-        platform: next(form for form in order if callable(forms.get(form))) for platform, order in PREFERENCE.items()
-    }
-    why = tuple((form, str(forms.get(form, "none for this mixer yet"))) for form in IMPLEMENTATIONS
-                if not callable(forms.get(form)))
-    _announce(name, f"{values.dtype}{list(values.shape)}", tuple(sorted(chosen.items())), why)
+        return served["recurrent"](*arguments)
+    chosen = {platform: next(c for c in order if c in served) for platform, order in PREFERENCE.items()}
+    _announce(name, f"{values.dtype}{list(values.shape)}", tuple(sorted(chosen.items())), tuple(why))
     default = chosen["cpu"]
-    special = {platform: forms[form] for platform, form in chosen.items() if form != default}
+    special = {platform: served[c] for platform, c in chosen.items() if c != default}
     if not special:
-        return forms[default](*arguments)
-    return jax.lax.platform_dependent(*arguments, default=forms[default], **special)
+        return served[default](*arguments)
+    return jax.lax.platform_dependent(*arguments, default=served[default], **special)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _announce(name: str, signature: str, chosen: tuple[tuple[str, str], ...], why: tuple[tuple[str, str], ...]) -> None:
     """Logs a choice once per signature."""
     reasons = "; ".join(f"no {form}: {reason}" for form, reason in why)

@@ -26,15 +26,14 @@ def _token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, 
     return output, MatrixState(memory)
 
 
-def _scores(
-    q: Array, k: Array, log_decay: Array, precision: lax.Precision | None
-) -> tuple[Array, Array, Array]:
+def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | None) -> tuple[Array, Array, Array]:
     """Scores sum_d q_id k_jd e^{G_id - G_jd} for i >= j, all arguments [B, Hk, C, K], C a power of two.
 
     By halving: in a block of 2s rows the scores of its later rows against its earlier ones factor around the boundary,
-    where both factors are at most 1, and the two halves are blocks of size s. Every exponent is a sum over its own span,
-    so the scores are exact for any gate (-100 a token and -inf too) and nothing can overflow; no C x C x K array appears.
-    Also returns the log decays from the chunk's start through each row, and from after each row to the chunk's end.
+    where both factors are at most 1, and the two halves are blocks of size s. Every exponent is a sum over its own
+    span, so the scores are exact for any gate (-100 a token and -inf too) and nothing can overflow; no C x C x K array
+    appears. Also returns the log decays from the chunk's start through each row, and from after each row to the chunk's
+    end.
     """
     precise = partial(jnp.einsum, "...id,...jd->...ij", precision=precision)
     blocks = lambda x, size: x.reshape(*x.shape[:2], -1, 2, size, x.shape[-1])
@@ -85,9 +84,9 @@ def gla(
 ) -> tuple[Array, MatrixState]:
     """Gated linear attention's mixer, exact for every gate.
 
-    log_decay [B, T, Hk, K], natural log per key channel, in [-inf, 0]; the other arguments, results and errors are those
-    of `delta_rule`. Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate gives
-    NaN from its token on.
+    log_decay [B, T, Hk, K], natural log per key channel, in [-inf, 0]; the other arguments, results and errors are
+    those of `delta_rule`. Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate
+    gives NaN from its token on.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 2))
@@ -99,6 +98,7 @@ def gla(
     """
     gates = {"log_decay": (log_decay, "B T Hk K")}
     call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
+    call.check_values("gla")
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
         "chunkwise": call.chunkwise(partial(_chunk, call), dispatch.choose_chunk(chunk_size, call.length)),

@@ -2,7 +2,8 @@
 
 Per value head, with the state S [K, V]:
     S <- e^{log_decay} S + k v^T,    o = scale S^T q.
-Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate gives NaN from its token on.
+Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate gives NaN from its token
+on.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _linear_chunk(
 
 
 def _run(name: str, token: Any, chunk: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+    call.check_values(name)
     forms = {
         "recurrent": call.recurrent(partial(token, call)),
         "chunkwise": call.chunkwise(partial(chunk, call), dispatch.choose_chunk(chunk_size, call.length)),
@@ -120,7 +122,11 @@ def linear_attention(
     call = prepare(q, k, v, {}, scale, normalized_init, initial_state, segment_ids, initial_segment_id)
     options = (normalize_output, eps)
     return _run(
-        "linear_attention", partial(_linear_token, *options), partial(_linear_chunk, *options), call, implementation,
+        "linear_attention",
+        partial(_linear_token, *options),
+        partial(_linear_chunk, *options),
+        call,
+        implementation,
         chunk_size,
     )
 
@@ -141,8 +147,8 @@ def simple_gla(
     """Linear attention with one decay per head and token: S <- e^{log_decay} S + k v^T.
 
     log_decay [B, T, H], natural log, in [-inf, 0]; the other arguments, results and errors are those of `delta_rule`.
-    Mamba-2's SSD (Dao and Gu 2024) is q = C, k = B, v = dt x, log_decay = dt A, scale = 1; retention (Sun et al. 2023) a
-    constant log_decay.
+    Mamba-2's SSD (Dao and Gu 2024) is q = C, k = B, v = dt x, log_decay = dt A, scale = 1; retention (Sun et al. 2023)
+    a constant log_decay.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 1))
@@ -156,7 +162,13 @@ def simple_gla(
 
 
 def linear_attention_step(
-    state: NormalizedState, q: Array, k: Array, v: Array, *, normalize_output: bool = False, eps: float = 1e-6,
+    state: NormalizedState,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    normalize_output: bool = False,
+    eps: float = 1e-6,
     scale: float | Array | None = None,
 ) -> tuple[Array, NormalizedState]:
     """One token of `linear_attention`: q, k [B, Hk, K], v [B, H, V]; returns output [B, H, V] and the new state."""
@@ -168,7 +180,9 @@ def simple_gla_step(
     state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
 ) -> tuple[Array, MatrixState]:
     """One token of `simple_gla`: log_decay [B, H], the rest as `linear_attention_step`."""
-    return finish_step(prepare_step(state, q, k, v, {"log_decay": (log_decay, "B H")}, scale, matrix_init), _simple_token)
+    return finish_step(
+        prepare_step(state, q, k, v, {"log_decay": (log_decay, "B H")}, scale, matrix_init), _simple_token
+    )
 
 
 _FORMS = ("recurrent", "chunkwise")

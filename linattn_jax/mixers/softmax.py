@@ -60,7 +60,12 @@ def _check(q: Array, k: Array, v: Array, cache: KVCache | None, implementation: 
 
 
 def _attend(
-    q: Array, k: Array, v: Array, mask: Array | None, scale: float | None, window: int | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    scale: float | None,
+    window: int | None,
     implementation: str | None,
 ) -> Array:
     """JAX's attention for any value size: causal where mask is None, else by mask [B, 1, T, S] alone."""
@@ -75,7 +80,12 @@ def _attend(
         served = q.dtype in (jnp.float16, jnp.bfloat16) and wide <= 128 and wide % 8 == 0
         implementation = "cudnn" if served else "xla"
     output = jax.nn.dot_product_attention(
-        pad(q), pad(k), pad(v), mask=mask, scale=size**-0.5 if scale is None else scale, is_causal=mask is None,
+        pad(q),
+        pad(k),
+        pad(v),
+        mask=mask,
+        scale=size**-0.5 if scale is None else scale,
+        is_causal=mask is None,
         local_window_size=None if window is None or mask is not None else (window - 1, 0),
         implementation=implementation,  # type: ignore[arg-type]
     )
@@ -151,7 +161,12 @@ def softmax_attention(
 
 
 def _visible(
-    document: Array, rank: Array, valid: Array, key_document: Array, key_rank: Array, key_valid: Array,
+    document: Array,
+    rank: Array,
+    valid: Array,
+    key_document: Array,
+    key_rank: Array,
+    key_valid: Array,
     window: int | None,
 ) -> Array:
     """bool [B, T, S]: which keys a query may see, by document and by rank among the real tokens."""

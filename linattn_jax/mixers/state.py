@@ -24,7 +24,12 @@ class NormalizedState(NamedTuple):
 
 
 def matrix_init(
-    batch: int, heads: int, key_size: int, value_size: int, *, key_heads: int | None = None,
+    batch: int,
+    heads: int,
+    key_size: int,
+    value_size: int,
+    *,
+    key_heads: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> MatrixState:
     """The empty memory, zeros; `key_heads` is accepted because every mixer's init takes it."""
@@ -33,7 +38,12 @@ def matrix_init(
 
 
 def normalized_init(
-    batch: int, heads: int, key_size: int, value_size: int, *, key_heads: int | None = None,
+    batch: int,
+    heads: int,
+    key_size: int,
+    value_size: int,
+    *,
+    key_heads: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> NormalizedState:
     """The empty memory and key sum, zeros; `key_heads` defaults to `heads`."""

@@ -43,10 +43,17 @@ class Block(nnx.Module):
         expand_key, expand_value = EXPANSION.get(mixer, (1.0, 1.0))
         self.mixer_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mixer = LAYERS[mixer](
-            config.width, config.heads, int(config.head_size * expand_key),
-            int((config.value_size or config.head_size) * expand_value), key_heads=config.key_heads or None,
-            norm_eps=config.norm_eps, init=INITIALIZERS[config.init], dtype=jnp.dtype(config.dtype),
-            implementation=config.implementation, chunk_size=config.chunk_size, rngs=rngs,
+            config.width,
+            config.heads,
+            int(config.head_size * expand_key),
+            int((config.value_size or config.head_size) * expand_value),
+            key_heads=config.key_heads or None,
+            norm_eps=config.norm_eps,
+            init=INITIALIZERS[config.init],
+            dtype=jnp.dtype(config.dtype),
+            implementation=config.implementation,
+            chunk_size=config.chunk_size,
+            rngs=rngs,
         )  # type: ignore[call-arg]
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config, rngs=rngs)
@@ -151,7 +158,10 @@ class Decoder(nnx.Module):
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
         """The empty state for `batch` rows; `capacity` is the number of tokens that softmax layers can cache."""
         blocks = self._first_period().blocks
-        period = tuple(block.mixer.init_state(batch, capacity) for block in blocks)  # type: ignore[attr-defined]
+        period = tuple(
+            block.mixer.init_state(batch, capacity)  # type: ignore[attr-defined]
+            for block in blocks
+        )  # type: ignore[attr-defined]
         return jax.tree.map(lambda s: jnp.broadcast_to(s, (self.repeats, *s.shape)), period)
 
     def _first_period(self) -> Period:

@@ -68,7 +68,14 @@ def _prefill(graph: Any, parameters: Any, state: Any, tokens: Array, count: Arra
 
 @partial(jax.jit, static_argnums=(0, 5, 6, 7, 8), donate_argnums=2)
 def _decode(
-    graph: Any, parameters: Any, state: Any, logits: Array, key: Array, count: int, temperature: float, top_k: int,
+    graph: Any,
+    parameters: Any,
+    state: Any,
+    logits: Array,
+    key: Array,
+    count: int,
+    temperature: float,
+    top_k: int,
     top_p: float,
 ) -> tuple[Array, Array, Any]:
     """Draws `count` tokens: ids [B, count], the logits after them, the state."""
@@ -98,9 +105,9 @@ def generate(
 ) -> Iterator[np.ndarray]:
     """Continues `prompt` (int [T] or [B, T], T >= 1) by up to `length` tokens.
 
-    Yields int32 arrays [B, n], n <= block, as they are drawn. A row that has drawn `stop` is filled with it, and generation
-    ends when all rows have. The draws depend on `seed` and `block`, not on the machine's speed. Memory is one state per
-    layer however long the text, save for softmax layers, which cache prompt and continuation.
+    Yields int32 arrays [B, n], n <= block, as they are drawn. A row that has drawn `stop` is filled with it, and
+    generation ends when all rows have. The draws depend on `seed` and `block`, not on the machine's speed. Memory is
+    one state per layer however long the text, save for softmax layers, which cache prompt and continuation.
     """
     prompt = np.atleast_2d(np.asarray(prompt, np.int32))
     if prompt.shape[1] < 1:

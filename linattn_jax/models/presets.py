@@ -81,7 +81,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "125m": {"layers": 12, "width": 768, "heads": 6},
     "350m": {"layers": 24, "width": 1024, "heads": 8},
     "kla400m": {
-        "layers": 11, "width": 1536, "heads": 12, "head_size": 96, "value_size": 192, "mlp_width": 6144,
+        "layers": 11,
+        "width": 1536,
+        "heads": 12,
+        "head_size": 96,
+        "value_size": 192,
+        "mlp_width": 6144,
     },
     "1.3b": {"layers": 24, "width": 2048, "heads": 16, "mlp_width": 5632, "tie_embeddings": False},
 }

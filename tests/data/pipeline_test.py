@@ -122,9 +122,7 @@ def test_seed_decides_the_order(folder, config):
 def test_state_resumes_exactly_at_every_batch_through_json(folder, config, layout, workers):
     # An epoch is about 6000 positions, so 68 batches of 2 x 64 cross its end.
     corpus = open_corpus(config(train=str(folder)), "train")
-    make = lambda: train_iterator(  # noqa: E731
-        corpus, TOKENIZER, batch_size=2, seq_len=64, layout=layout, workers=workers
-    )
+    make = lambda: train_iterator(corpus, TOKENIZER, batch_size=2, seq_len=64, layout=layout, workers=workers)
     iterator = make()
     batches, states = [], [json.dumps(iterator.get_state())]
     for _ in range(68):

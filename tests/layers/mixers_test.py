@@ -249,7 +249,10 @@ def test_bad_input_is_named():
 WIDE = {"heads": 6, "key_heads": 3, "key_size": 8, "value_size": 16}
 KEYS, VALUES, WIDTH = 24, 96, 64
 PROJECTIONS = {
-    "query": (WIDTH, KEYS), "key": (WIDTH, KEYS), "value": (WIDTH, VALUES), "output": (VALUES, WIDTH),
+    "query": (WIDTH, KEYS),
+    "key": (WIDTH, KEYS),
+    "value": (WIDTH, VALUES),
+    "output": (VALUES, WIDTH),
 }
 DELTA = PROJECTIONS | {"strength": (WIDTH, 6), "convolution": (4, 2 * KEYS + VALUES), "norm": (16,)}
 GATED = DELTA | {"gate": (WIDTH, VALUES), "log_decay": (WIDTH, 6), "a_log": (6,), "dt_bias": (6,)}

@@ -61,8 +61,12 @@ PADDED = np.array([[-1, 3, 3, -1, 3, -9, 2, 2, -1], [0, -1, -1, 0, 0, 6, 6, 6, 0
 @pytest.mark.parametrize(
     ("options", "H", "Hk", "K", "V"),
     [
-        ({}, 4, 2, 6, 5), ({}, 2, 2, 4, 4), ({"window": 1}, 4, 2, 6, 5), ({"window": 3}, 3, 1, 4, 8),
-        ({"scale": 0.3}, 3, 1, 4, 8), ({"window": 50, "scale": 2.0}, 4, 2, 6, 5),
+        ({}, 4, 2, 6, 5),
+        ({}, 2, 2, 4, 4),
+        ({"window": 1}, 4, 2, 6, 5),
+        ({"window": 3}, 3, 1, 4, 8),
+        ({"scale": 0.3}, 3, 1, 4, 8),
+        ({"window": 50, "scale": 2.0}, 4, 2, 6, 5),
     ],
 )
 def test_values(options, H, Hk, K, V):
@@ -181,9 +185,7 @@ def test_segments_with_a_cache(ids, initial_segment_id):
     _, cache = run(before, initial_state=softmax_attention_init(2, 2, 6, 5, capacity=13))
     _, held = reference_model.attention(**before)
     output, after = run(x, segment_ids=ids, initial_segment_id=initial_segment_id, initial_state=cache, window=None)
-    wanted, held = reference_model.attention(
-        **x, segment_ids=ids, initial_segment_id=initial_segment_id, cache=held
-    )
+    wanted, held = reference_model.attention(**x, segment_ids=ids, initial_segment_id=initial_segment_id, cache=held)
     assert_close(output, wanted, limit("output", "float32"))
     check_cache(after, held)
 
@@ -314,6 +316,7 @@ def test_bad_input_is_named():
     refused(ValueError, r"initial_state.v: shape", initial_state=empty._replace(v=empty.v[:, :4]))
     refused(TypeError, r"initial_state.length: dtype float32", initial_state=empty._replace(length=jnp.zeros(2)))
     refused(
-        ValueError, r"initial_state: capacity 8 given, wanted at least the 9 tokens",
+        ValueError,
+        r"initial_state: capacity 8 given, wanted at least the 9 tokens",
         initial_state=softmax_attention_init(2, 2, 6, 5, capacity=8),
     )

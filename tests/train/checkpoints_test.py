@@ -88,7 +88,7 @@ def init_like(array):
     """A state of one array."""
     from linattn_jax.train.step import TrainState
 
-    zero = lambda: jnp.zeros((), jnp.int32)  # noqa: E731
+    zero = lambda: jnp.zeros((), jnp.int32)
     return TrainState(zero(), {"x": array}, (), None, zero(), zero())
 
 

@@ -33,7 +33,7 @@ def run(devices, data, fsdp, accumulate):
     """Losses of two steps, gradient norms, and how the parameters lie."""
     mesh = make_mesh(data, fsdp, jax.devices()[:devices])
     functional, params = initialise(lambda: StandIn(rngs=nnx.Rngs(0)), mesh)
-    rate = lambda count: 0.1  # noqa: E731
+    rate = lambda count: 0.1
     optimizer = optax.adam(rate)
     state = init_state(functional, params, optimizer, mesh, rows=16, accumulate=accumulate, carry_state=True)
     step = make_train_step(functional, optimizer, rate, mesh, accumulate=accumulate)
