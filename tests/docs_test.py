@@ -1,0 +1,31 @@
+"""The examples in docstrings and in the README run and print what they say."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import linattn_jax
+
+MODULES = sorted(m.name for m in pkgutil.walk_packages(linattn_jax.__path__, "linattn_jax."))
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", [n for n in linattn_jax.__all__ if not n.endswith(("_step", "_init"))])
+def test_every_mixer_has_an_example(name):
+    (found,) = doctest.DocTestFinder(recurse=False).find(getattr(linattn_jax, name), name)
+    assert found.examples
+
+
+def test_readme():
+    result = doctest.testfile(str(README), module_relative=False)
+    assert result.attempted > 0
+    assert result.failed == 0
