@@ -267,8 +267,9 @@ SHAPES = {
 BIASES = {"kla": {"strength": (6,)}, "gla": {"decay_up": (KEYS,)}}
 
 
-@every_layer
-@pytest.mark.parametrize("init", ["fan_in_uniform", "normal_002"])
+@pytest.mark.parametrize(
+    ("name", "init"), [(name, "fan_in_uniform") for name in LAYERS] + [("kla", "normal_002"), ("gla", "normal_002")]
+)
 def test_parameters(name, init):
     """Shapes, which projections have a bias, and initial ranges, as the papers say."""
     options = {"init": normal_002} if init == "normal_002" else {}

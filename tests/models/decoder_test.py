@@ -161,9 +161,9 @@ def test_scan_equals_a_loop_over_layers():
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_changes_nothing(remat):
     tokens, weights = inputs(), np.random.default_rng(2).standard_normal((2, T, 8)).astype(np.float32)
-    graph, parameters = build(("linear", "softmax"), layers=4)
+    graph, parameters = build(("linear",), layers=2)
     wanted = gradients(graph, parameters, tokens, IDS, weights)
-    seen = gradients(build(("linear", "softmax"), layers=4, remat=remat)[0], parameters, tokens, IDS, weights)
+    seen = gradients(build(("linear",), layers=2, remat=remat)[0], parameters, tokens, IDS, weights)
     for (path, g), w in zip(jax.tree.leaves_with_path(seen), jax.tree.leaves(wanted), strict=True):
         assert_close(g, w, 1e-5, jax.tree_util.keystr(path))
 
