@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import dis
 import errno
+import logging
 import os
 import runpy
 import sys
@@ -71,6 +72,10 @@ def run(main: Callable[[Sequence[str]], Any]) -> NoReturn:
     Args:
         main: the program; gets the command line without its flags, which is the program's name alone.
     """
+    # absl shows INFO of every library; of these it is for who looks for it, with --verbosity=1.
+    if not any(argument.lstrip("-").startswith(("v=", "verbosity")) for argument in sys.argv[1:]):
+        for name in ("jax", "linattn_jax", "matplotlib"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     environment = os.environ.get("LINATTN_TRACEBACK", "") not in ("", "0")
     show = environment or any(argument.lstrip("-") == "traceback" for argument in sys.argv[1:])
 

@@ -30,6 +30,7 @@ def main(_) -> None:
     """Trains, compares, points at what was written."""
     config = get_config(f"size=tiny,data=stdlib,batch=8,mixer={_MIXER.value},steps={_STEPS.value},seed={_SEED.value}")
     config.sample.prompt = "def "
+    config.eval.every = max(1, config.steps // 4)
     summary = train(config, _RUN.value)
     if summary["stopped"]:
         return

@@ -307,7 +307,7 @@ class SoftmaxAttention(nnx.Module):
             raise ValueError(f"key_size: {key_size} given, wanted an even number, as rotary positions turn pairs.")
         self.num_heads, self.key_heads = num_heads, key_heads or num_heads
         self.key_size, self.value_size, self.theta, self.window = key_size, value_size, theta, window
-        self.implementation = implementation if implementation in ("xla", "cudnn") else None
+        self.implementation = implementation
         project = partial(linear, rngs=rngs, dtype=dtype, init=init)
         self.query = project(width, num_heads * key_size)
         self.key, self.value = project(width, self.key_heads * key_size), project(width, self.key_heads * value_size)

@@ -19,7 +19,10 @@ POLICIES = {"dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims, 
 
 
 class SwiGLU(nnx.Module):
-    """W_down (SiLU(W_gate x) * W_up x); the last kernel starts divided by sqrt(2 layers), as in KLA's models."""
+    """W_down (SiLU(W_gate x) * W_up x).
+
+    With KLA's initialisation, fan_in_uniform, the last kernel starts divided by sqrt(2 layers), as in KLA's models.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         init = INITIALIZERS[config.init]
@@ -28,7 +31,7 @@ class SwiGLU(nnx.Module):
         self.up = project(config.width, config.mlp_channels)
 
         def smaller(*args: Any) -> Array:
-            return init(*args) / (2 * config.layers) ** 0.5
+            return init(*args) / ((2 * config.layers) ** 0.5 if config.init == "fan_in_uniform" else 1.0)
 
         self.down = project(config.mlp_channels, config.width, init=smaller)
 
@@ -40,6 +43,9 @@ class Block(nnx.Module):
     """x += mixer(norm(x)); x += SwiGLU(norm(x))."""
 
     def __init__(self, config: DecoderConfig, mixer: str, *, rngs: nnx.Rngs):
+        # In a hybrid a name is for the mixers that know it: softmax attention has implementations of its own.
+        softmax_only = config.implementation in ("xla", "cudnn")
+        own = config.implementation if softmax_only == (mixer == "softmax") else None
         expand_key, expand_value = EXPANSION.get(mixer, (1.0, 1.0))
         self.mixer_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mixer = LAYERS[mixer](
@@ -51,7 +57,7 @@ class Block(nnx.Module):
             norm_eps=config.norm_eps,
             init=INITIALIZERS[config.init],
             dtype=jnp.dtype(config.dtype),
-            implementation=config.implementation,
+            implementation=own,
             chunk_size=config.chunk_size,
             rngs=rngs,
         )  # type: ignore[call-arg]

@@ -86,6 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "heads": 12,
         "head_size": 96,
         "value_size": 192,
+        "norm_eps": 1e-5,
         "mlp_width": 6144,
     },
     "1.3b": {"layers": 24, "width": 2048, "heads": 16, "mlp_width": 5632, "tie_embeddings": False},
