@@ -58,11 +58,14 @@ class Call:
 
         return form
 
-    def chunkwise(self, chunk: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
-        """The form that scans `chunk(state, x, reset)`; x holds [B, heads, C, ...] in the accumulator dtype."""
+    def chunkwise(
+        self, prepare: Callable[..., Any], advance: Callable[..., Any], chunk_size: int
+    ) -> Callable[..., Any]:
+        """The form that scans chunks: `prepare(x, reset)`, then `advance(state, y)`; see `chunking.scan_chunks`."""
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            return chunking.scan_chunks(_cast_output(chunk, inputs), state, inputs, segments, chunk_size, self.dtype)
+            step = _cast_output(advance, inputs)
+            return chunking.scan_chunks(prepare, step, state, inputs, segments, chunk_size, self.dtype)
 
         return form
 

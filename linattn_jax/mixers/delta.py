@@ -74,14 +74,13 @@ class _Rule:
         memory = memory + k[..., :, None] * error[..., None, :]
         return read(q, memory), MatrixState(memory)
 
-    def chunk(
-        self, call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
-    ) -> tuple[Array, MatrixState]:
-        """One chunk in matrix form (WY representation, Yang et al. 2024, with the decay inside).
+    def prepare(self, call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, Array]:
+        """What a chunk needs beside the state (WY representation, Yang et al. 2024, with the decay inside).
 
         With L_ij = e^{G_i - G_j} and A = strict_tril(diag(beta) (K K^T o L)), the errors that the tokens write are
-        E = (I + A)^{-1} diag(beta) (V - e^G K S_0). KLA runs through it with keys r k, values r v and strength eta,
-        where r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
+        E = (I + A)^{-1} diag(beta) (V - e^G K S_0); then O = e^G Q S_0 + (Q K^T o L) E and
+        S_C = e^{G_C} S_0 + (e^{G_C - G} K)^T E. KLA runs through it with keys r k, values r v and strength eta, where
+        r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
         """
         q, k = self.queries_keys(call, x)
         v, strength = x["v"], x.get("beta", x.get("eta"))
@@ -89,20 +88,33 @@ class _Rule:
         if self.eps is not None:
             r = kaczmarz_scale(k, self.eps)
             k, v = r[..., None] * k, repeat_heads(r, call.groups)[..., None] * v
-        length = k.shape[2]
-        decay = chunking.scalar_decay(x.get("log_decay"), reset, length, k.dtype)
-        product = partial(jnp.einsum, precision=call.precision)
+        decay = chunking.scalar_decay(x.get("log_decay"), reset, k.shape[2], k.dtype)
+        product = partial(jnp.einsum, "nhik,nhjk->nhij", precision=call.precision)
         # Scores are per key head; what follows is per value head.
-        keys_keys = repeat_heads(product("bhik,bhjk->bhij", k, k), call.groups)
-        queries_keys = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups)
+        keys_keys = repeat_heads(product(k, k), call.groups)
+        queries_keys = repeat_heads(product(q, k), call.groups)
         q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
         inverse = chunking.unit_lower_inverse(jnp.tril(strength[..., None] * keys_keys * decay.within, -1))
-        expected = chunking.weigh(product("bhik,bhkv->bhiv", k, state.S), decay.from_start)
-        errors = product("bhij,bhjv->bhiv", inverse, strength[..., None] * (v - expected))
-        output = chunking.weigh(product("bhik,bhkv->bhiv", q, state.S), decay.from_start)
-        output = output + product("bhij,bhjv->bhiv", queries_keys * decay.within, errors)
-        written = product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), errors)
-        return output, MatrixState(decay.state(state.S) + written)
+        # What multiplies the same matrix is stacked: rows of e^G K and e^G Q; of the scores and the decayed K^T.
+        writes = jnp.swapaxes(chunking.weigh(k, decay.to_end), -1, -2)
+        return {
+            "v": v,
+            "reads": jnp.concatenate(
+                [chunking.weigh(k, decay.from_start), chunking.weigh(q, decay.from_start)], axis=2
+            ),
+            "solve": inverse * strength[..., None, :],
+            "uses": jnp.concatenate([queries_keys * decay.within, writes], axis=2),
+        } | decay.total
+
+    def advance(self, call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
+        """One chunk, with the state."""
+        product = partial(jnp.einsum, "bhij,bhjv->bhiv", precision=call.precision)
+        length = y["v"].shape[2]
+        reads = product(y["reads"], state.S)
+        errors = product(y["solve"], y["v"] - reads[:, :, :length])
+        uses = product(y["uses"], errors)
+        output = reads[:, :, length:] + uses[:, :, :length]
+        return output, MatrixState(chunking.decayed(state.S, y) + uses[:, :, length:])
 
 
 def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
@@ -110,7 +122,9 @@ def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_s
     rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
-        "chunkwise": call.chunkwise(partial(rule.chunk, call), dispatch.choose_chunk(chunk_size, call.length)),
+        "chunkwise": call.chunkwise(
+            partial(rule.prepare, call), partial(rule.advance, call), dispatch.choose_chunk(chunk_size, call.length)
+        ),
     }
     return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
 

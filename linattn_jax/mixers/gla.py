@@ -54,19 +54,26 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
     return scores[:, :, 0], through[:, :, 0], after[:, :, 0]
 
 
-def _chunk(call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None) -> tuple[Array, MatrixState]:
+def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, Array]:
+    """What a chunk needs beside the state: its reads of it, what it adds to output and state, the whole decay."""
     log_decay = x["log_decay"]
     if reset is not None:
         log_decay = jnp.where(reset[:, None, :, None], -jnp.inf, log_decay)
-    product = partial(jnp.einsum, precision=call.precision)
     q, k = call.scale * x["q"], x["k"]
     scores, through, after = _scores(q, k, log_decay, call.precision)
-    scores, read, write, total = (
-        repeat_heads(a, call.groups)
-        for a in (scores, jnp.exp(through) * q, jnp.exp(after) * k, jnp.exp(through[:, :, -1]))
+    uses = jnp.concatenate([scores, jnp.swapaxes(jnp.exp(after) * k, -1, -2)], axis=2)
+    uses, reads, total = (
+        repeat_heads(a, call.groups) for a in (uses, jnp.exp(through) * q, jnp.exp(through[:, :, -1]))
     )
-    output = product("bhik,bhkv->bhiv", read, state.S) + product("bhij,bhjv->bhiv", scores, x["v"])
-    return output, MatrixState(total[..., None] * state.S + product("bhik,bhiv->bhkv", write, x["v"]))
+    uses = jnp.einsum("nhij,nhjv->nhiv", uses, x["v"], precision=call.precision)
+    return {"reads": reads, "uses": uses, "total": total}
+
+
+def _advance(call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
+    """One chunk, with the state."""
+    length = y["reads"].shape[2]
+    output = jnp.einsum("bhik,bhkv->bhiv", y["reads"], state.S, precision=call.precision) + y["uses"][:, :, :length]
+    return output, MatrixState(y["total"][..., None] * state.S + y["uses"][:, :, length:])
 
 
 def gla(
@@ -101,7 +108,9 @@ def gla(
     call.check_values("gla")
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), dispatch.choose_chunk(chunk_size, call.length)),
+        "chunkwise": call.chunkwise(
+            partial(_prepare, call), partial(_advance, call), dispatch.choose_chunk(chunk_size, call.length)
+        ),
     }
     return dispatch.run("gla", forms, implementation, call.arguments, call.length, call.values)
 
