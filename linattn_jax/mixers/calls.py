@@ -61,11 +61,17 @@ class Call:
     def chunkwise(
         self, prepare: Callable[..., Any], advance: Callable[..., Any], chunk_size: int
     ) -> Callable[..., Any]:
-        """The form that scans chunks: `prepare(x, reset)`, then `advance(state, y)`; see `chunking.scan_chunks`."""
+        """The form that scans chunks; arrays are [B, heads, C, ...] in the accumulator dtype.
+
+        `prepare(x, reset)` makes what a chunk needs beside the state, a dict; `advance(state, y)` takes it and the
+        state and returns (output, state).
+        """
+
+        def chunk(state: Pytree, x: dict[str, Array], reset: Array | None) -> tuple[Array, Pytree]:
+            return advance(state, prepare(x, reset))
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            step = _cast_output(advance, inputs)
-            return chunking.scan_chunks(prepare, step, state, inputs, segments, chunk_size, self.dtype)
+            return chunking.scan_chunks(_cast_output(chunk, inputs), state, inputs, segments, chunk_size, self.dtype)
 
         return form
 

@@ -99,58 +99,41 @@ def scan_tokens(
     return jnp.moveaxis(outputs, 0, 1), state
 
 
-# Chunks whose state-independent part is computed together: small products are dear to start one by one. A constant, so
-# that memory does not grow with it; fewer where batch and heads alone fill the device.
-GROUP, FULL = 8, 128
-
-
 def scan_chunks(
-    prepare: Callable[[dict[str, Array], Array | None], dict[str, Array]],
-    advance: Callable[[Pytree, dict[str, Array]], tuple[Array, Pytree]],
+    chunk: Callable[[Pytree, dict[str, Array], Array | None], tuple[Array, Pytree]],
     state: Pytree,
     inputs: dict[str, Array],
     segments: Segments | None,
     chunk_size: int,
     dtype: jnp.dtype,
 ) -> tuple[Array, Pytree]:
-    """Runs over spans of `chunk_size` tokens of axis 1 of `inputs` (`[B, T, heads, ...]`).
+    """Runs `chunk` over spans of `chunk_size` tokens of axis 1 of `inputs` (`[B, T, heads, ...]`).
 
-    `prepare(x, reset)` does what does not depend on the state, for several chunks at once: x holds [n, heads, C, ...]
-    arrays of `dtype` with padding zeroed, reset is bool [n, C] or None, and so are its results, [n, ...].
-    `advance(state, y)` takes one chunk's, [B, ...], and returns (output [B, H, C, V], state). A zero token must be
-    inert. Nothing of this is kept for the backward pass, which recomputes it from the states at the starts of groups,
-    so memory is the inputs plus at most one state per chunk.
+    `chunk(state, x, reset)` sees `[B, heads, C, ...]` arrays of `dtype`, with padding zeroed, and reset [B, C] or None;
+    it returns (output [B, H, C, V], state). A zero token must be inert. Nothing inside a chunk is kept for the backward
+    pass, which recomputes it from the state at the chunk's start, so memory is the inputs plus one state per chunk.
     """
-    batch, length, heads = inputs["v"].shape[:3]
+    length = inputs["v"].shape[1]
     chunks = -(-length // chunk_size)
-    groups = -(-chunks // min(GROUP, max(1, FULL // (batch * heads))))
-    group = -(-chunks // max(groups, 1))
-    pad = groups * group * chunk_size - length
+    pad = chunks * chunk_size - length
 
     def split(x: Array) -> Array:
-        """[groups, group, B, C, ...]"""
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(batch, groups, group, chunk_size, *x.shape[2:])
-        return jnp.moveaxis(x, 0, 2)
+        x = x.reshape(x.shape[0], chunks, chunk_size, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
 
     def body(carry: Pytree, xs: tuple[dict[str, Array], Segments | None]) -> tuple[Pytree, Array]:
-        x, at = jax.tree.map(lambda a: a.reshape(group * batch, *a.shape[2:]), xs)
+        x, at = xs
         if at is not None:
             x = {name: _masked(at.valid, a) for name, a in x.items()}
         heads_first = {name: jnp.moveaxis(a, 2, 1).astype(dtype) for name, a in x.items()}
-        y = prepare(heads_first, None if at is None else at.reset)
-        y = {name: a.reshape(group, batch, *a.shape[1:]) for name, a in y.items()}
-
-        def chunk(carry: Pytree, y: dict[str, Array]) -> tuple[Pytree, Array]:
-            output, carry = advance(carry, y)
-            return carry, jnp.moveaxis(output, 1, 2)
-
-        return lax.scan(chunk, carry, y)
+        output, carry = chunk(carry, heads_first, None if at is None else at.reset)
+        return carry, jnp.moveaxis(output, 1, 2)
 
     xs = jax.tree.map(split, (inputs, segments))
     # The backward pass of a scan cannot merge the recomputation with the first computation: no barrier is needed.
     state, outputs = lax.scan(jax.checkpoint(body, prevent_cse=False), state, xs)
-    outputs = jnp.moveaxis(outputs, 2, 0).reshape(batch, groups * group * chunk_size, *outputs.shape[4:])
+    outputs = jnp.moveaxis(outputs, 0, 1).reshape(outputs.shape[1], chunks * chunk_size, *outputs.shape[3:])
     return outputs[:, :length], state
 
 

@@ -89,7 +89,7 @@ class _Rule:
             r = kaczmarz_scale(k, self.eps)
             k, v = r[..., None] * k, repeat_heads(r, call.groups)[..., None] * v
         decay = chunking.scalar_decay(x.get("log_decay"), reset, k.shape[2], k.dtype)
-        product = partial(jnp.einsum, "nhik,nhjk->nhij", precision=call.precision)
+        product = partial(jnp.einsum, "bhik,bhjk->bhij", precision=call.precision)
         # Scores are per key head; what follows is per value head.
         keys_keys = repeat_heads(product(k, k), call.groups)
         queries_keys = repeat_heads(product(q, k), call.groups)

@@ -65,7 +65,7 @@ def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, 
     uses, reads, total = (
         repeat_heads(a, call.groups) for a in (uses, jnp.exp(through) * q, jnp.exp(through[:, :, -1]))
     )
-    uses = jnp.einsum("nhij,nhjv->nhiv", uses, x["v"], precision=call.precision)
+    uses = jnp.einsum("bhij,bhjv->bhiv", uses, x["v"], precision=call.precision)
     return {"reads": reads, "uses": uses, "total": total}
 
 

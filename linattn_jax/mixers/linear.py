@@ -41,13 +41,13 @@ def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, 
     decay = chunking.scalar_decay(x.get("log_decay"), reset, x["q"].shape[2], call.dtype)
     product = partial(jnp.einsum, precision=call.precision)
     q, k = call.scale * x["q"], x["k"]
-    scores = repeat_heads(product("nhik,nhjk->nhij", q, k), call.groups) * decay.within
+    scores = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups) * decay.within
     key_decay = None if decay.to_end is None else decay.to_end[:, :: call.groups]
     q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
     uses = jnp.concatenate([scores, jnp.swapaxes(chunking.weigh(k, decay.to_end), -1, -2)], axis=2)
     return {
         "q": chunking.weigh(q, decay.from_start),
-        "uses": product("nhij,nhjv->nhiv", uses, x["v"]),
+        "uses": product("bhij,bhjv->bhiv", uses, x["v"]),
         "mass": jnp.sum(scores, axis=-1),
         "keys": jnp.sum(chunking.weigh(x["k"], key_decay), axis=2),
     } | decay.total
