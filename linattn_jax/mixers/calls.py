@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from linattn_jax import debug
-from linattn_jax.mixers import chunking
+from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.types import (
     Array,
     accumulator_dtype,
@@ -45,6 +45,10 @@ class Call:
     def arguments(self) -> tuple[Any, ...]:
         """The arrays of the call, in the order in which the forms take them."""
         return self.inputs, self.state, self.segments
+
+    def chunk(self, chunk_size: int | None) -> int:
+        """Rows per chunk of this call."""
+        return dispatch.choose_chunk(chunk_size, self.length, self.inputs["k"].shape[-1], self.values.shape[-1])
 
     def check_values(self, name: str) -> None:
         """States what the inputs must be, inside `debug.value_checks` only."""

@@ -95,26 +95,23 @@ class _Rule:
         queries_keys = repeat_heads(product(q, k), call.groups)
         q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
         inverse = chunking.unit_lower_inverse(jnp.tril(strength[..., None] * keys_keys * decay.within, -1))
-        # What multiplies the same matrix is stacked: rows of e^G K and e^G Q; of the scores and the decayed K^T.
-        writes = jnp.swapaxes(chunking.weigh(k, decay.to_end), -1, -2)
         return {
             "v": v,
-            "reads": jnp.concatenate(
-                [chunking.weigh(k, decay.from_start), chunking.weigh(q, decay.from_start)], axis=2
-            ),
+            "k": chunking.weigh(k, decay.from_start),
+            "q": chunking.weigh(q, decay.from_start),
             "solve": inverse * strength[..., None, :],
-            "uses": jnp.concatenate([queries_keys * decay.within, writes], axis=2),
+            "scores": queries_keys * decay.within,
+            "writes": chunking.weigh(k, decay.to_end),
         } | decay.total
 
     def advance(self, call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
         """One chunk, with the state."""
-        product = partial(jnp.einsum, "bhij,bhjv->bhiv", precision=call.precision)
-        length = y["v"].shape[2]
-        reads = product(y["reads"], state.S)
-        errors = product(y["solve"], y["v"] - reads[:, :, :length])
-        uses = product(y["uses"], errors)
-        output = reads[:, :, length:] + uses[:, :, :length]
-        return output, MatrixState(chunking.decayed(state.S, y) + uses[:, :, length:])
+        product = partial(jnp.einsum, precision=call.precision)
+        expected = product("bhik,bhkv->bhiv", y["k"], state.S)
+        errors = product("bhij,bhjv->bhiv", y["solve"], y["v"] - expected)
+        output = product("bhik,bhkv->bhiv", y["q"], state.S) + product("bhij,bhjv->bhiv", y["scores"], errors)
+        written = product("bhik,bhiv->bhkv", y["writes"], errors)
+        return output, MatrixState(chunking.decayed(state.S, y) + written)
 
 
 def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
@@ -122,9 +119,7 @@ def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_s
     rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
-        "chunkwise": call.chunkwise(
-            partial(rule.prepare, call), partial(rule.advance, call), dispatch.choose_chunk(chunk_size, call.length)
-        ),
+        "chunkwise": call.chunkwise(partial(rule.prepare, call), partial(rule.advance, call), call.chunk(chunk_size)),
     }
     return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
 
@@ -156,7 +151,8 @@ def delta_rule(
             nothing of what stands there is read or written.
         initial_segment_id: int32 [B]; rows whose first id differs drop their initial state.
         implementation: "recurrent", "chunkwise" or None (the fastest that serves the platform).
-        chunk_size: rows per chunk, a power of two; default 64. Only speed and memory depend on it.
+        chunk_size: rows per chunk, a power of two; default 64, on a CPU 32 where K V <= 4096. Only speed and memory
+            depend on it.
         normalize_q, normalize_k: L2-normalise q or k first, x * rsqrt(sum x^2 + 1e-6).
 
     Returns:

@@ -65,12 +65,17 @@ class Unavailable:
 _NONE = Unavailable("there is none for this mixer yet")
 
 
-def choose_chunk(chunk_size: int | None, length: int, default: int = 64) -> int:
-    """Rows per chunk: `chunk_size` or the default, no larger than the power of two that covers the length."""
+def choose_chunk(chunk_size: int | None, length: int, key_size: int, value_size: int) -> int:
+    """Rows per chunk: `chunk_size` or the default, no larger than the power of two that covers the length.
+
+    The default balances products within a chunk, which grow with it, against those with the state, which grow with K V:
+    64, but 32 for small states on a CPU (measured: about 12 % less at K = V = 64, forward and backward).
+    """
     if chunk_size is not None and (
         not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1) != 0
     ):
         raise ValueError(f"chunk_size: {chunk_size!r} given, wanted a power of two.")
+    default = 32 if key_size * value_size <= 64 * 64 and jax.default_backend() == "cpu" else 64
     return min(chunk_size or default, 1 << max(length - 1, 0).bit_length())
 
 

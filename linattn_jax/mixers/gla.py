@@ -61,19 +61,23 @@ def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, 
         log_decay = jnp.where(reset[:, None, :, None], -jnp.inf, log_decay)
     q, k = call.scale * x["q"], x["k"]
     scores, through, after = _scores(q, k, log_decay, call.precision)
-    uses = jnp.concatenate([scores, jnp.swapaxes(jnp.exp(after) * k, -1, -2)], axis=2)
-    uses, reads, total = (
-        repeat_heads(a, call.groups) for a in (uses, jnp.exp(through) * q, jnp.exp(through[:, :, -1]))
+    scores, read, write, total = (
+        repeat_heads(a, call.groups)
+        for a in (scores, jnp.exp(through) * q, jnp.exp(after) * k, jnp.exp(through[:, :, -1]))
     )
-    uses = jnp.einsum("bhij,bhjv->bhiv", uses, x["v"], precision=call.precision)
-    return {"reads": reads, "uses": uses, "total": total}
+    product = partial(jnp.einsum, precision=call.precision)
+    return {
+        "q": read,
+        "output": product("bhij,bhjv->bhiv", scores, x["v"]),
+        "written": product("bhik,bhiv->bhkv", write, x["v"]),
+        "total": total,
+    }
 
 
 def _advance(call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
     """One chunk, with the state."""
-    length = y["reads"].shape[2]
-    output = jnp.einsum("bhik,bhkv->bhiv", y["reads"], state.S, precision=call.precision) + y["uses"][:, :, :length]
-    return output, MatrixState(y["total"][..., None] * state.S + y["uses"][:, :, length:])
+    output = y["output"] + jnp.einsum("bhik,bhkv->bhiv", y["q"], state.S, precision=call.precision)
+    return output, MatrixState(y["total"][..., None] * state.S + y["written"])
 
 
 def gla(
@@ -108,9 +112,7 @@ def gla(
     call.check_values("gla")
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
-        "chunkwise": call.chunkwise(
-            partial(_prepare, call), partial(_advance, call), dispatch.choose_chunk(chunk_size, call.length)
-        ),
+        "chunkwise": call.chunkwise(partial(_prepare, call), partial(_advance, call), call.chunk(chunk_size)),
     }
     return dispatch.run("gla", forms, implementation, call.arguments, call.length, call.values)
 

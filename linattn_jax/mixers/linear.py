@@ -44,10 +44,10 @@ def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, 
     scores = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups) * decay.within
     key_decay = None if decay.to_end is None else decay.to_end[:, :: call.groups]
     q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
-    uses = jnp.concatenate([scores, jnp.swapaxes(chunking.weigh(k, decay.to_end), -1, -2)], axis=2)
     return {
         "q": chunking.weigh(q, decay.from_start),
-        "uses": product("bhij,bhjv->bhiv", uses, x["v"]),
+        "output": product("bhij,bhjv->bhiv", scores, x["v"]),
+        "written": product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), x["v"]),
         "mass": jnp.sum(scores, axis=-1),
         "keys": jnp.sum(chunking.weigh(x["k"], key_decay), axis=2),
     } | decay.total
@@ -55,9 +55,8 @@ def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, 
 
 def _advance(call: Call, memory: Array, y: dict[str, Array]) -> tuple[Array, Array]:
     """One chunk, with the memory."""
-    length = y["q"].shape[2]
-    output = jnp.einsum("bhik,bhkv->bhiv", y["q"], memory, precision=call.precision) + y["uses"][:, :, :length]
-    return output, chunking.decayed(memory, y) + y["uses"][:, :, length:]
+    output = y["output"] + jnp.einsum("bhik,bhkv->bhiv", y["q"], memory, precision=call.precision)
+    return output, chunking.decayed(memory, y) + y["written"]
 
 
 def _simple_token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
@@ -97,9 +96,7 @@ def _run(name: str, token: Any, advance: Any, call: Call, implementation: str | 
     call.check_values(name)
     forms = {
         "recurrent": call.recurrent(partial(token, call)),
-        "chunkwise": call.chunkwise(
-            partial(_prepare, call), partial(advance, call), dispatch.choose_chunk(chunk_size, call.length)
-        ),
+        "chunkwise": call.chunkwise(partial(_prepare, call), partial(advance, call), call.chunk(chunk_size)),
     }
     return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
 
