@@ -62,17 +62,8 @@ class Call:
 
         return form
 
-    def chunkwise(
-        self, prepare: Callable[..., Any], advance: Callable[..., Any], chunk_size: int
-    ) -> Callable[..., Any]:
-        """The form that scans chunks; arrays are [B, heads, C, ...] in the accumulator dtype.
-
-        `prepare(x, reset)` makes what a chunk needs beside the state, a dict; `advance(state, y)` takes it and the
-        state and returns (output, state).
-        """
-
-        def chunk(state: Pytree, x: dict[str, Array], reset: Array | None) -> tuple[Array, Pytree]:
-            return advance(state, prepare(x, reset))
+    def chunkwise(self, chunk: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
+        """The form that scans `chunk(state, x, reset)`; x holds [B, heads, C, ...] in the accumulator dtype."""
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
             return chunking.scan_chunks(_cast_output(chunk, inputs), state, inputs, segments, chunk_size, self.dtype)

@@ -149,17 +149,12 @@ class Decay(NamedTuple):
     from_start: Array | None
     to_end: Array | None
 
-    @property
-    def total(self) -> dict[str, Array]:
-        """{"total": e^{G_C} [B, H]}, the weight of the state at the chunk's start in that at its end; {} if 1."""
-        return {} if self.from_start is None else {"total": self.from_start[..., -1]}
-
-
-def decayed(state: Array, y: dict[str, Array]) -> Array:
-    """The state [B, H, K, ...] after a whole chunk's decay, y["total"] [B, H]."""
-    if "total" not in y:
-        return state
-    return y["total"].reshape(y["total"].shape + (1,) * (state.ndim - 2)) * state
+    def state(self, state: Array) -> Array:
+        """The state [B, H, K, ...] decayed over the whole chunk."""
+        if self.from_start is None:
+            return state
+        total = self.from_start[..., -1]
+        return total.reshape(total.shape + (1,) * (state.ndim - 2)) * state
 
 
 def weigh(x: Array, weight: Array | None) -> Array:

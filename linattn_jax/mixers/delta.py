@@ -74,13 +74,14 @@ class _Rule:
         memory = memory + k[..., :, None] * error[..., None, :]
         return read(q, memory), MatrixState(memory)
 
-    def prepare(self, call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, Array]:
-        """What a chunk needs beside the state (WY representation, Yang et al. 2024, with the decay inside).
+    def chunk(
+        self, call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
+    ) -> tuple[Array, MatrixState]:
+        """One chunk in matrix form (WY representation, Yang et al. 2024, with the decay inside).
 
         With L_ij = e^{G_i - G_j} and A = strict_tril(diag(beta) (K K^T o L)), the errors that the tokens write are
-        E = (I + A)^{-1} diag(beta) (V - e^G K S_0); then O = e^G Q S_0 + (Q K^T o L) E and
-        S_C = e^{G_C} S_0 + (e^{G_C - G} K)^T E. KLA runs through it with keys r k, values r v and strength eta, where
-        r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
+        E = (I + A)^{-1} diag(beta) (V - e^G K S_0). KLA runs through it with keys r k, values r v and strength eta,
+        where r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
         """
         q, k = self.queries_keys(call, x)
         v, strength = x["v"], x.get("beta", x.get("eta"))
@@ -88,30 +89,20 @@ class _Rule:
         if self.eps is not None:
             r = kaczmarz_scale(k, self.eps)
             k, v = r[..., None] * k, repeat_heads(r, call.groups)[..., None] * v
-        decay = chunking.scalar_decay(x.get("log_decay"), reset, k.shape[2], k.dtype)
-        product = partial(jnp.einsum, "bhik,bhjk->bhij", precision=call.precision)
+        length = k.shape[2]
+        decay = chunking.scalar_decay(x.get("log_decay"), reset, length, k.dtype)
+        product = partial(jnp.einsum, precision=call.precision)
         # Scores are per key head; what follows is per value head.
-        keys_keys = repeat_heads(product(k, k), call.groups)
-        queries_keys = repeat_heads(product(q, k), call.groups)
+        keys_keys = repeat_heads(product("bhik,bhjk->bhij", k, k), call.groups)
+        queries_keys = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups)
         q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
         inverse = chunking.unit_lower_inverse(jnp.tril(strength[..., None] * keys_keys * decay.within, -1))
-        return {
-            "v": v,
-            "k": chunking.weigh(k, decay.from_start),
-            "q": chunking.weigh(q, decay.from_start),
-            "solve": inverse * strength[..., None, :],
-            "scores": queries_keys * decay.within,
-            "writes": chunking.weigh(k, decay.to_end),
-        } | decay.total
-
-    def advance(self, call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
-        """One chunk, with the state."""
-        product = partial(jnp.einsum, precision=call.precision)
-        expected = product("bhik,bhkv->bhiv", y["k"], state.S)
-        errors = product("bhij,bhjv->bhiv", y["solve"], y["v"] - expected)
-        output = product("bhik,bhkv->bhiv", y["q"], state.S) + product("bhij,bhjv->bhiv", y["scores"], errors)
-        written = product("bhik,bhiv->bhkv", y["writes"], errors)
-        return output, MatrixState(chunking.decayed(state.S, y) + written)
+        expected = chunking.weigh(product("bhik,bhkv->bhiv", k, state.S), decay.from_start)
+        errors = product("bhij,bhjv->bhiv", inverse, strength[..., None] * (v - expected))
+        output = chunking.weigh(product("bhik,bhkv->bhiv", q, state.S), decay.from_start)
+        output = output + product("bhij,bhjv->bhiv", queries_keys * decay.within, errors)
+        written = product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), errors)
+        return output, MatrixState(decay.state(state.S) + written)
 
 
 def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
@@ -119,7 +110,7 @@ def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_s
     rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
-        "chunkwise": call.chunkwise(partial(rule.prepare, call), partial(rule.advance, call), call.chunk(chunk_size)),
+        "chunkwise": call.chunkwise(partial(rule.chunk, call), call.chunk(chunk_size)),
     }
     return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
 

@@ -54,30 +54,19 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
     return scores[:, :, 0], through[:, :, 0], after[:, :, 0]
 
 
-def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, Array]:
-    """What a chunk needs beside the state: its reads of it, what it adds to output and state, the whole decay."""
+def _chunk(call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None) -> tuple[Array, MatrixState]:
     log_decay = x["log_decay"]
     if reset is not None:
         log_decay = jnp.where(reset[:, None, :, None], -jnp.inf, log_decay)
+    product = partial(jnp.einsum, precision=call.precision)
     q, k = call.scale * x["q"], x["k"]
     scores, through, after = _scores(q, k, log_decay, call.precision)
     scores, read, write, total = (
         repeat_heads(a, call.groups)
         for a in (scores, jnp.exp(through) * q, jnp.exp(after) * k, jnp.exp(through[:, :, -1]))
     )
-    product = partial(jnp.einsum, precision=call.precision)
-    return {
-        "q": read,
-        "output": product("bhij,bhjv->bhiv", scores, x["v"]),
-        "written": product("bhik,bhiv->bhkv", write, x["v"]),
-        "total": total,
-    }
-
-
-def _advance(call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
-    """One chunk, with the state."""
-    output = y["output"] + jnp.einsum("bhik,bhkv->bhiv", y["q"], state.S, precision=call.precision)
-    return output, MatrixState(y["total"][..., None] * state.S + y["written"])
+    output = product("bhik,bhkv->bhiv", read, state.S) + product("bhij,bhjv->bhiv", scores, x["v"])
+    return output, MatrixState(total[..., None] * state.S + product("bhik,bhiv->bhkv", write, x["v"]))
 
 
 def gla(
@@ -112,7 +101,7 @@ def gla(
     call.check_values("gla")
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
-        "chunkwise": call.chunkwise(partial(_prepare, call), partial(_advance, call), call.chunk(chunk_size)),
+        "chunkwise": call.chunkwise(partial(_chunk, call), call.chunk(chunk_size)),
     }
     return dispatch.run("gla", forms, implementation, call.arguments, call.length, call.values)
 

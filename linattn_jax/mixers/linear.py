@@ -33,30 +33,19 @@ def _decayed_token(call: Call, memory: Array, x: dict[str, Array]) -> tuple[Arra
     return output, memory
 
 
-def _prepare(call: Call, x: dict[str, Array], reset: Array | None) -> dict[str, Array]:
-    """What a chunk needs beside the state: O = e^G Q S_0 + (Q K^T o L) V, S_C = e^{G_C} S_0 + (e^{G_C - G} K)^T V.
-
-    Also the sum of the decayed keys and the row sums of the scores, for normalised reads; dropped if unused.
-    """
-    decay = chunking.scalar_decay(x.get("log_decay"), reset, x["q"].shape[2], call.dtype)
+def _decayed_chunk(
+    call: Call, memory: Array, x: dict[str, Array], reset: Array | None
+) -> tuple[Array, Array, Array, chunking.Decay]:
+    """One chunk: O = e^G Q S_0 + (Q K^T o L) V; also returns the scores [B, H, C, C] and the decay."""
+    decay = chunking.scalar_decay(x.get("log_decay"), reset, x["q"].shape[2], memory.dtype)
     product = partial(jnp.einsum, precision=call.precision)
-    q, k = call.scale * x["q"], x["k"]
-    scores = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups) * decay.within
-    key_decay = None if decay.to_end is None else decay.to_end[:, :: call.groups]
-    q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
-    return {
-        "q": chunking.weigh(q, decay.from_start),
-        "output": product("bhij,bhjv->bhiv", scores, x["v"]),
-        "written": product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), x["v"]),
-        "mass": jnp.sum(scores, axis=-1),
-        "keys": jnp.sum(chunking.weigh(x["k"], key_decay), axis=2),
-    } | decay.total
-
-
-def _advance(call: Call, memory: Array, y: dict[str, Array]) -> tuple[Array, Array]:
-    """One chunk, with the memory."""
-    output = y["output"] + jnp.einsum("bhik,bhkv->bhiv", y["q"], memory, precision=call.precision)
-    return output, chunking.decayed(memory, y) + y["written"]
+    q = call.scale * x["q"]
+    scores = repeat_heads(product("bhik,bhjk->bhij", q, x["k"]), call.groups) * decay.within
+    q, k = repeat_heads(q, call.groups), repeat_heads(x["k"], call.groups)
+    output = chunking.weigh(product("bhik,bhkv->bhiv", q, memory), decay.from_start)
+    output = output + product("bhij,bhjv->bhiv", scores, x["v"])
+    written = product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), x["v"])
+    return output, decay.state(memory) + written, scores, decay
 
 
 def _simple_token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
@@ -64,8 +53,10 @@ def _simple_token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[
     return output, MatrixState(memory)
 
 
-def _simple_advance(call: Call, state: MatrixState, y: dict[str, Array]) -> tuple[Array, MatrixState]:
-    output, memory = _advance(call, state.S, y)
+def _simple_chunk(
+    call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
+) -> tuple[Array, MatrixState]:
+    output, memory, _, _ = _decayed_chunk(call, state.S, x, reset)
     return output, MatrixState(memory)
 
 
@@ -80,23 +71,23 @@ def _linear_token(
     return output, NormalizedState(memory, z)
 
 
-def _linear_advance(
-    normalize: bool, eps: float, call: Call, state: NormalizedState, y: dict[str, Array]
+def _linear_chunk(
+    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array], reset: Array | None
 ) -> tuple[Array, NormalizedState]:
-    output, memory = _advance(call, state.S, y)
+    output, memory, scores, decay = _decayed_chunk(call, state.S, x, reset)
+    keys = x["k"] if decay.to_end is None else decay.to_end[..., None] * x["k"]
     if normalize:
-        z = repeat_heads(state.z, call.groups)
-        mass = y["mass"] + jnp.einsum("bhik,bhk->bhi", y["q"], z, precision=call.precision)
-        output = output / jnp.maximum(mass, eps)[..., None]
-    total = {name: a[:, :: call.groups] for name, a in y.items() if name == "total"}
-    return output, NormalizedState(memory, chunking.decayed(state.z, total) + y["keys"])
+        before = jnp.einsum("bhik,bhk->bhi", call.scale * x["q"], state.z, precision=call.precision)
+        before = repeat_heads(before if decay.from_start is None else decay.from_start * before, call.groups)
+        output = output / jnp.maximum(before + jnp.sum(scores, axis=-1), eps)[..., None]
+    return output, NormalizedState(memory, decay.state(state.z) + jnp.sum(keys, axis=2))
 
 
-def _run(name: str, token: Any, advance: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+def _run(name: str, token: Any, chunk: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
     call.check_values(name)
     forms = {
         "recurrent": call.recurrent(partial(token, call)),
-        "chunkwise": call.chunkwise(partial(_prepare, call), partial(advance, call), call.chunk(chunk_size)),
+        "chunkwise": call.chunkwise(partial(chunk, call), call.chunk(chunk_size)),
     }
     return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
 
@@ -133,7 +124,7 @@ def linear_attention(
     return _run(
         "linear_attention",
         partial(_linear_token, *options),
-        partial(_linear_advance, *options),
+        partial(_linear_chunk, *options),
         call,
         implementation,
         chunk_size,
@@ -167,7 +158,7 @@ def simple_gla(
     """
     gates = {"log_decay": (log_decay, "B T H")}
     call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
-    return _run("simple_gla", _simple_token, _simple_advance, call, implementation, chunk_size)
+    return _run("simple_gla", _simple_token, _simple_chunk, call, implementation, chunk_size)
 
 
 def linear_attention_step(
