@@ -20,7 +20,7 @@ pytest := $(platform) NPROC=1 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_PYTHO
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
-quickstart: ## train a small language model on real text, about ten minutes on two cores
+quickstart: ## train a small language model on real text, about seven minutes on two cores
 	@$(setup)
 	$(platform) $(python) -m experiments.quickstart $(ARGS)
 

@@ -1,1 +1,1 @@
-"""Pallas kernels for the chunkwise mixers; usable without Flax."""
+"""Pallas kernels behind the mixers, usable without Flax. There are none so far: mixers run their plain JAX forms."""
