@@ -66,11 +66,6 @@ def _masked(mask: Array, x: Array) -> Array:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, jnp.zeros((), x.dtype))
 
 
-def _select(mask: Array, new: Pytree, old: Pytree) -> Pytree:
-    """Per row of the batch, `new` where mask [B] holds, else `old`."""
-    return jax.tree.map(lambda a, b: jnp.where(mask.reshape(mask.shape + (1,) * (a.ndim - 1)), a, b), new, old)
-
-
 def scan_tokens(
     step: Callable[[Pytree, dict[str, Array]], tuple[Array, Pytree]],
     state: Pytree,
@@ -80,8 +75,8 @@ def scan_tokens(
 ) -> tuple[Array, Pytree]:
     """Runs `step` over axis 1 of `inputs`, one token at a time: the definition that every other form is tested against.
 
-    `step(state, x)` sees `[B, heads, ...]` arrays of `dtype` and returns (output, state). The empty state is all zeros.
-    Returns outputs `[B, T, ...]` and the last state.
+    `step(state, x)` sees `[B, heads, ...]` arrays of `dtype` and returns (output, state). The empty state is all zeros;
+    a zero token must be inert and read 0, as that is what padding becomes. Returns outputs `[B, T, ...]` and the state.
     """
 
     def body(carry: Pytree, token: tuple[dict[str, Array], Segments | None]) -> tuple[Pytree, Array]:
@@ -89,10 +84,8 @@ def scan_tokens(
         if at is not None:
             x = {name: _masked(at.valid, a) for name, a in x.items()}
             carry = jax.tree.map(lambda s: _masked(~at.reset, s), carry)
-        output, new = step(carry, {name: a.astype(dtype) for name, a in x.items()})
-        if at is not None:
-            output, new = _masked(at.valid, output), _select(at.valid, new, carry)
-        return new, output
+        output, carry = step(carry, {name: a.astype(dtype) for name, a in x.items()})
+        return carry, output
 
     tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (inputs, segments))
     state, outputs = lax.scan(body, state, tokens)
