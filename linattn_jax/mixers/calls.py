@@ -81,6 +81,21 @@ def _cast_output(function: Callable[..., Any], inputs: dict[str, Array]) -> Call
     return cast
 
 
+def _varying_like(state: Pytree, inputs: dict[str, Array]) -> Pytree:
+    """`state` typed as differing over the mesh axes that some input differs over: shard_map demands it of scans."""
+
+    def varying(x: Array) -> frozenset[str]:
+        return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
+
+    axes = frozenset().union(*map(varying, inputs.values()))
+
+    def cast(s: Array) -> Array:
+        missing = tuple(sorted(axes - varying(s)))
+        return lax.pcast(s, missing, to="varying") if missing else s
+
+    return jax.tree.map(cast, state) if axes else state
+
+
 def _prepare(
     q: Array,
     k: Array,
@@ -104,6 +119,7 @@ def _prepare(
         check_state(initial_state, like)
         state = jax.tree.map(lambda s, wanted: s.astype(wanted.dtype), initial_state, like)
     inputs = {"q": q, "k": k, "v": v} | {name: gate for name, (gate, _) in gates.items()}
+    state = _varying_like(state, inputs)
     return sizes, {
         "inputs": inputs,
         "state": state,
