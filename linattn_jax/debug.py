@@ -42,8 +42,11 @@ def value_checks(on: bool = True) -> Iterator[None]:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled with value checks, raising ValueError with the first that fails.
 
-    Arguments must be arrays or pytrees of arrays; bind options first, with functools.partial. Checks are of every mixer
-    called inside: NaN and infinities among real tokens, a positive log_decay, a step beta ||k||^2 or eta above 2.
+    Arguments must be arrays or pytrees of arrays; bind options first, with functools.partial. Checks are of the inputs
+    of every linear or delta-rule mixer called inside, not of states, single steps, convolutions or softmax attention:
+    NaN and infinities among real tokens, a positive log_decay, a step beta ||k||^2 or eta outside [0, 2]. Give it a
+    function that jax.jit has not compiled: in one that it has nothing is checked, and one first compiled here fails
+    elsewhere.
     """
 
     @wraps(function)

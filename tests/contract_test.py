@@ -339,6 +339,15 @@ def test_rows_of_padding_only(name, form):
 
 
 @every_form
+def test_no_rows(name, form):
+    inputs = make_inputs(name, B=0, T=20)
+    output, state, seen = backward(name, form, inputs, weights(name, inputs))
+    assert output.shape == inputs["v"].shape
+    assert state.S.shape == (0, 2, 16, 24)
+    assert {key: g.shape for key, g in seen.items()} == {key: a.shape for key, a in inputs.items()}
+
+
+@every_form
 def test_boundaries_do_not_recompile(name, form):
     inputs = make_inputs(name, B=1, T=8, K=4, V=4)
     traces = []

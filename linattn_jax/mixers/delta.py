@@ -4,8 +4,10 @@ Per value head, with the state S [K, V] and S~ = e^{log_decay} S:
     S <- S~ + beta k (v - S~^T k)^T,    o = scale S^T q,
 each write moving what k reads from the decayed memory toward v. beta ||k||^2 is the step relative to an exact
 projection (1 stores v exactly): between 0 and 2 the update contracts, beyond 2 it diverges, in every implementation and
-for everybody. Nothing raises on values: a positive log decay grows the state without bound, and an infinite or NaN gate
-(except log_decay = -inf, which forgets everything) gives NaN from its token on; see `linattn_jax.debug`.
+for everybody. Nothing raises on values: a positive log decay grows the state without bound, and a NaN or infinity
+(except log_decay = -inf, which forgets everything) spoils the recurrent form from its token to the end of its document,
+and the chunkwise form from the start of its chunk to the end of the row, later documents included; see
+`linattn_jax.debug`.
 """
 
 from __future__ import annotations

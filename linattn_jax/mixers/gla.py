@@ -36,8 +36,9 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
     end.
     """
     precise = partial(jnp.einsum, "...id,...jd->...ij", precision=precision)
-    blocks = lambda x, size: x.reshape(*x.shape[:2], -1, 2, size, x.shape[-1])
-    length, size = q.shape[2], 1
+    length = q.shape[2]
+    blocks = lambda x, size: x.reshape(*x.shape[:2], length // (2 * size), 2, size, x.shape[-1])
+    size = 1
     scores = jnp.sum(q * k, axis=-1)[..., None, None]
     through, after = log_decay[..., None, :], jnp.zeros_like(log_decay)[..., None, :]  # [B, Hk, C / size, size, K]
     while size < length:
@@ -45,7 +46,7 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
         first_after, after = (blocks(after, size)[..., i, :, :] for i in (0, 1))
         later_q = blocks(q, size)[..., 1, :, :] * jnp.exp(through)
         earlier_k = blocks(k, size)[..., 0, :, :] * jnp.exp(first_after)
-        pairs = scores.reshape(*scores.shape[:2], -1, 2, size, size)
+        pairs = scores.reshape(*scores.shape[:2], length // (2 * size), 2, size, size)
         scores = join_blocks(pairs[..., 0, :, :], precise(later_q, earlier_k), pairs[..., 1, :, :])
         first_total, total = first_through[..., -1:, :], through[..., -1:, :]
         through = jnp.concatenate([first_through, first_total + through], axis=-2)
@@ -85,8 +86,8 @@ def gla(
     """Gated linear attention's mixer, exact for every gate.
 
     log_decay [B, T, Hk, K], natural log per key channel, in [-inf, 0]; the other arguments, results and errors are
-    those of `delta_rule`. Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate
-    gives NaN from its token on.
+    those of `delta_rule`. Nothing raises on values: a positive log decay grows the state without bound, and NaN does
+    what it does there.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 2))

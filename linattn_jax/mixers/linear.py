@@ -2,8 +2,8 @@
 
 Per value head, with the state S [K, V]:
     S <- e^{log_decay} S + k v^T,    o = scale S^T q.
-Nothing raises on values: a positive log decay grows the state without bound, and a NaN gate gives NaN from its token
-on.
+Nothing raises on values: a positive log decay grows the state without bound, and NaN does what it does in the delta
+rule (see `delta.py`).
 """
 
 from __future__ import annotations
