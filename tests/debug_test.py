@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import call, make_inputs
+from cases import call, make_inputs, sequences
 
 from linattn_jax.debug import checked
 from linattn_jax.mixers.dispatch import MIXERS
@@ -25,8 +25,8 @@ def run(name, inputs, **arrays):
 def test_good_values_pass_and_padding_is_not_looked_at(name):
     inputs = make_inputs(name, T=8, decay=("spike", -np.inf, 3))
     inputs = {key: np.array(a) for key, a in inputs.items()}
-    for a in inputs.values():
-        a[:, 7] = np.nan
+    for key in sequences(name):
+        inputs[key][:, 7] = np.nan
     output, _ = run(name, inputs, segment_ids=IDS)
     assert np.all(np.isfinite(output))
 
@@ -34,7 +34,8 @@ def test_good_values_pass_and_padding_is_not_looked_at(name):
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_bad_values_are_found(name):
     good = make_inputs(name, T=8)
-    faults = [("q", np.nan, "q is NaN"), ("v", np.inf, "v is NaN or infinite")]
+    first = sequences(name)[0]
+    faults = [(first, np.nan, f"{first} is NaN"), (first, np.inf, f"{first} is NaN or infinite")]
     if "log_decay" in good:
         faults += [("log_decay", 0.5, "log_decay is positive"), ("log_decay", np.nan, "log_decay is NaN")]
     if "beta" in good:

@@ -1,4 +1,4 @@
-"""One checked call of a mixer: sizes, dtypes, segments and state, and the two plain forms run on them."""
+"""One checked call of a mixer: sizes, dtypes, segments and state, and the plain forms run on them."""
 
 from __future__ import annotations
 
@@ -13,81 +13,118 @@ from jax import lax
 from linattn_jax import debug
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.types import (
+    Argument,
     Array,
     accumulator_dtype,
-    check_gate,
-    check_qkv,
+    check_arguments,
+    check_scale,
     check_state,
+    complex_dtype,
     matmul_precision,
 )
 
 Pytree = Any
+Empty = Callable[[Mapping[str, int], Any], Pytree]
 
 
 @dataclass(frozen=True)
 class Call:
-    """What the forms of a mixer need of one call; `inputs` maps argument names to [B, T, heads, ...] arrays."""
+    """What the forms of a mixer need of one call.
+
+    inputs: the sequences by name, [B, T, heads, ...]; `parameters`: the other arrays, float32 or wider, complex or not.
+    state, empty: what the first token finds, and what the first token of every further segment finds.
+    sizes: by axis name; `groups` is value heads per key head.
+    dtype: of states and accumulators; `output_dtype`: of the output; `precision`: of products of inputs.
+    """
 
     inputs: dict[str, Array]
+    parameters: dict[str, Array]
     state: Pytree
+    empty: Pytree
     segments: chunking.Segments | None
-    length: int
-    groups: int
+    sizes: Mapping[str, int]
     scale: float | Array
     dtype: jnp.dtype
+    output_dtype: jnp.dtype
     precision: lax.Precision | None
 
     @property
-    def values(self) -> Array:
-        return self.inputs["v"]
+    def groups(self) -> int:
+        return self.sizes["H"] // self.sizes["Hk"] if "Hk" in self.sizes else 1
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The arrays of the call, in the order in which the forms take them."""
         return self.inputs, self.state, self.segments
 
+    def run(self, name: str, forms: Mapping[str, Any], implementation: str | None) -> Any:
+        """Output and final state by the implementation asked for, after the value checks, where they are on."""
+        debug.check_inputs(name, self.inputs, None if self.segments is None else self.segments.valid)
+        if self.sizes["T"] == 0 and implementation == "associative":
+            forms = {**forms, "associative": forms["recurrent"]}  # there is nothing to combine
+        values = next(reversed(self.inputs.values()))
+        return dispatch.run(name, forms, implementation, self.arguments, self.sizes["T"], values)
+
     def chunk(self, chunk_size: int | None) -> int:
         """Rows per chunk of this call."""
-        return dispatch.choose_chunk(chunk_size, self.length, self.inputs["k"].shape[-1], self.values.shape[-1])
-
-    def check_values(self, name: str) -> None:
-        """States what the inputs must be, inside `debug.value_checks` only."""
-        debug.check_inputs(name, self.inputs, None if self.segments is None else self.segments.valid)
+        key_size = self.sizes.get("K", self.sizes.get("N", 1))
+        return dispatch.choose_chunk(chunk_size, self.sizes["T"], key_size, self.sizes.get("V", key_size))
 
     def recurrent(self, token: Callable[..., Any]) -> Callable[..., Any]:
         """The form that scans `token(state, x)`; x holds [B, heads, ...] in the accumulator dtype."""
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            return chunking.scan_tokens(_cast_output(token, inputs), state, inputs, segments, self.dtype)
+            return chunking.scan_tokens(self._cast_output(token), state, self.empty, inputs, segments, self.dtype)
 
         return form
 
-    def chunkwise(self, chunk: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
-        """The form that scans `chunk(state, x, reset)`; x holds [B, heads, C, ...] in the accumulator dtype."""
+    def chunkwise(
+        self, chunk: Callable[..., Any], chunk_size: int | None, *, inert_zeros: bool = True
+    ) -> Callable[..., Any]:
+        """The form that scans `chunk(state, x, segments)`; x holds [B, heads, C, ...] in the accumulator dtype.
+
+        Where a token of zeros changes the state (`inert_zeros=False`), `segments` names also the rows that fill the
+        last chunk.
+        """
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            return chunking.scan_chunks(_cast_output(chunk, inputs), state, inputs, segments, chunk_size, self.dtype)
+            rows = self.chunk(chunk_size)
+            if not inert_zeros and segments is None and self.sizes["T"] % rows:
+                everywhere = jnp.ones((1, self.sizes["T"]), bool)
+                segments = chunking.Segments(everywhere, ~everywhere)
+            return chunking.scan_chunks(self._cast_output(chunk), state, inputs, segments, rows, self.dtype)
 
         return form
 
+    def associative(self, whole: Callable[..., Any]) -> Callable[..., Any]:
+        """The form that computes `whole(state, x, segments)` at once; x holds [B, T, heads, ...], padding zeroed."""
 
-def _cast_output(function: Callable[..., Any], inputs: dict[str, Array]) -> Callable[..., Any]:
-    """`function` with its output in the dtype of v: casting inside the scan keeps the stacked outputs narrow."""
+        def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
+            if segments is not None:
+                inputs = {name: chunking.masked(segments.valid, a) for name, a in inputs.items()}
+            x = {name: a.astype(self.dtype) for name, a in inputs.items()}
+            output, state = self._cast_output(whole)(state, x, segments)
+            return output if segments is None else chunking.masked(segments.valid, output), state
 
-    def cast(*arguments: Any) -> tuple[Array, Pytree]:
-        output, state = function(*arguments)
-        return output.astype(inputs["v"].dtype), state
+        return form
 
-    return cast
+    def _cast_output(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with its output in the output dtype: casting inside a scan keeps the stacked outputs narrow."""
+
+        def cast(*arguments: Any) -> tuple[Array, Pytree]:
+            output, state = function(*arguments)
+            return output.astype(self.output_dtype), state
+
+        return cast
 
 
-def _varying_like(state: Pytree, inputs: dict[str, Array]) -> Pytree:
+def _varying_like(state: Pytree, arrays: Mapping[str, Array]) -> Pytree:
     """`state` typed as differing over the mesh axes that some input differs over: shard_map demands it of scans."""
 
     def varying(x: Array) -> frozenset[str]:
         return getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset())
 
-    axes = frozenset().union(*map(varying, inputs.values()))
+    axes = frozenset().union(*map(varying, arrays.values()))
 
     def cast(s: Array) -> Array:
         missing = tuple(sorted(axes - varying(s)))
@@ -97,71 +134,82 @@ def _varying_like(state: Pytree, inputs: dict[str, Array]) -> Pytree:
 
 
 def _prepare(
-    q: Array,
-    k: Array,
-    v: Array,
-    gates: Mapping[str, tuple[Array, str]],
+    arrays: Mapping[str, Array],
+    arguments: Mapping[str, Argument],
     scale: float | Array | None,
-    init: Callable[..., Any],
+    empty: Empty,
     initial_state: Pytree,
-    axes: str,
-) -> tuple[dict[str, int], dict[str, Any]]:
-    sizes = check_qkv(q, k, v, axes)
-    for name, (gate, gate_axes) in gates.items():
-        check_gate(name, gate, gate_axes, sizes)
-    dtype = accumulator_dtype(q, k, v)
-    like = jax.eval_shape(
-        lambda: init(sizes["B"], sizes["H"], sizes["K"], sizes["V"], key_heads=sizes["Hk"], dtype=dtype)
-    )
-    if initial_state is None:
-        state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+    state_name: str,
+) -> dict[str, Any]:
+    sizes = check_arguments(arrays, arguments)
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
+    features = [x for name, x in arrays.items() if arguments[name].kind == "feature"]
+    dtype = accumulator_dtype(*features)
+    if scale is None:
+        scale = sizes["K"] ** -0.5 if "K" in sizes else 1.0
     else:
-        check_state(initial_state, like)
-        state = jax.tree.map(lambda s, wanted: s.astype(wanted.dtype), initial_state, like)
-    inputs = {"q": q, "k": k, "v": v} | {name: gate for name, (gate, _) in gates.items()}
-    state = _varying_like(state, inputs)
-    return sizes, {
-        "inputs": inputs,
+        check_scale(scale)
+        scale = jnp.asarray(scale, dtype)
+    nothing = _varying_like(empty(sizes, dtype), arrays)
+    if initial_state is None:
+        state = nothing
+    else:
+        check_state(initial_state, nothing, state_name)
+        state = jax.tree.map(lambda s, wanted: jnp.asarray(s, wanted.dtype), initial_state, nothing)
+        state = _varying_like(state, arrays)
+    parameter_dtype = {"complex": complex_dtype(dtype)}
+    return {
+        "inputs": {name: x for name, x in arrays.items() if arguments[name].axes.startswith("B")},
+        "parameters": {
+            name: jnp.asarray(x, parameter_dtype.get(arguments[name].kind, dtype))
+            for name, x in arrays.items()
+            if not arguments[name].axes.startswith("B")
+        },
         "state": state,
-        "groups": sizes["H"] // sizes["Hk"],
-        "scale": sizes["K"] ** -0.5 if scale is None else scale,
+        "empty": nothing,
+        "sizes": sizes,
+        "scale": scale,
         "dtype": dtype,
-        "precision": matmul_precision(q),
+        "output_dtype": features[0].dtype,
+        "precision": matmul_precision(features[0]),
     }
 
 
 def prepare(
-    q: Array,
-    k: Array,
-    v: Array,
-    gates: Mapping[str, tuple[Array, str]],
-    scale: float | Array | None,
-    init: Callable[..., Any],
-    initial_state: Pytree,
-    segment_ids: Array | None,
-    initial_segment_id: Array | None,
+    arrays: Mapping[str, Array],
+    arguments: Mapping[str, Argument],
+    empty: Empty,
+    *,
+    scale: float | Array | None = None,
+    initial_state: Pytree = None,
+    segment_ids: Array | None = None,
+    initial_segment_id: Array | None = None,
 ) -> Call:
-    """Checks the arguments of a mixer. `gates` maps names to (array, axes); `init` makes the empty state, all zeros."""
-    sizes, parts = _prepare(q, k, v, gates, scale, init, initial_state, "B T")
-    segments = chunking.find_segments(segment_ids, initial_segment_id, sizes["B"], sizes["T"])
-    return Call(segments=segments, length=sizes["T"], **parts)
+    """Checks the array arguments of a mixer, by name, against their declarations; `empty` makes its empty state."""
+    parts = _prepare(arrays, arguments, scale, empty, initial_state, "initial_state")
+    segments = chunking.find_segments(segment_ids, initial_segment_id, parts["sizes"]["B"], parts["sizes"]["T"])
+    return Call(segments=segments, **parts)
 
 
 def prepare_step(
     state: Pytree,
-    q: Array,
-    k: Array,
-    v: Array,
-    gates: Mapping[str, tuple[Array, str]],
-    scale: float | Array | None,
-    init: Callable[..., Any],
+    arrays: Mapping[str, Array],
+    arguments: Mapping[str, Argument],
+    empty: Empty,
+    *,
+    scale: float | Array | None = None,
 ) -> Call:
     """As `prepare` for one token: arrays without the time axis."""
-    _, parts = _prepare(q, k, v, gates, scale, init, state, "B")
-    return Call(segments=None, length=1, **parts)
+    of_token = {name: argument.of_token for name, argument in arguments.items()}
+    if state is None:
+        raise TypeError("state: None given, wanted the mixer's state; its `_init` makes an empty one.")
+    parts = _prepare(arrays, of_token, scale, empty, state, "state")
+    parts["sizes"]["T"] = 1
+    return Call(segments=None, **parts)
 
 
 def finish_step(call: Call, token: Callable[..., Any]) -> tuple[Array, Pytree]:
     """Runs `token(call, state, x)` once."""
-    output, state = token(call, call.state, {name: x.astype(call.dtype) for name, x in call.inputs.items()})
-    return output.astype(call.values.dtype), state
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        output, state = token(call, call.state, {name: x.astype(call.dtype) for name, x in call.inputs.items()})
+    return output.astype(call.output_dtype), state

@@ -61,31 +61,39 @@ def repeat_heads(x: Array, groups: int, axis: int = 1) -> Array:
     return x if groups == 1 else jnp.repeat(x, groups, axis=axis)
 
 
-def _masked(mask: Array, x: Array) -> Array:
+def masked(mask: Array, x: Array) -> Array:
     """`x` where `mask` (which names the leading axes of x) holds, zeros elsewhere, whatever x contains there."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, jnp.zeros((), x.dtype))
+
+
+def _select(mask: Array, x: Pytree, y: Pytree) -> Pytree:
+    """Leaves of x where `mask` (which names their leading axes) holds, of y elsewhere."""
+    return jax.tree.map(lambda a, b: jnp.where(mask.reshape(mask.shape + (1,) * (a.ndim - mask.ndim)), a, b), x, y)
 
 
 def scan_tokens(
     step: Callable[[Pytree, dict[str, Array]], tuple[Array, Pytree]],
     state: Pytree,
+    empty: Pytree,
     inputs: dict[str, Array],
     segments: Segments | None,
     dtype: jnp.dtype,
 ) -> tuple[Array, Pytree]:
     """Runs `step` over axis 1 of `inputs`, one token at a time: the definition that every other form is tested against.
 
-    `step(state, x)` sees `[B, heads, ...]` arrays of `dtype` and returns (output, state). The empty state is all zeros;
-    a zero token must be inert and read 0, as that is what padding becomes. Returns outputs `[B, T, ...]` and the state.
+    `step(state, x)` sees `[B, heads, ...]` arrays of `dtype` and returns (output, state). Segments start from `empty`;
+    padding is not seen. Returns outputs `[B, T, ...]` and the state.
     """
 
     def body(carry: Pytree, token: tuple[dict[str, Array], Segments | None]) -> tuple[Pytree, Array]:
         x, at = token
         if at is not None:
-            x = {name: _masked(at.valid, a) for name, a in x.items()}
-            carry = jax.tree.map(lambda s: _masked(~at.reset, s), carry)
-        output, carry = step(carry, {name: a.astype(dtype) for name, a in x.items()})
-        return carry, output
+            x = {name: masked(at.valid, a) for name, a in x.items()}
+            carry = _select(at.reset, empty, carry)
+        output, new = step(carry, {name: a.astype(dtype) for name, a in x.items()})
+        if at is not None:
+            output, new = masked(at.valid, output), _select(at.valid, new, carry)
+        return new, output
 
     tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (inputs, segments))
     state, outputs = lax.scan(body, state, tokens)
@@ -93,7 +101,7 @@ def scan_tokens(
 
 
 def scan_chunks(
-    chunk: Callable[[Pytree, dict[str, Array], Array | None], tuple[Array, Pytree]],
+    chunk: Callable[[Pytree, dict[str, Array], Segments | None], tuple[Array, Pytree]],
     state: Pytree,
     inputs: dict[str, Array],
     segments: Segments | None,
@@ -102,11 +110,12 @@ def scan_chunks(
 ) -> tuple[Array, Pytree]:
     """Runs `chunk` over spans of `chunk_size` tokens of axis 1 of `inputs` (`[B, T, heads, ...]`).
 
-    `chunk(state, x, reset)` sees `[B, heads, C, ...]` arrays of `dtype`, with padding zeroed, and reset [B, C] or None;
-    it returns (output [B, H, C, V], state). A zero token must be inert. Nothing inside a chunk is kept for the backward
-    pass, which recomputes it from the state at the chunk's start, so memory is the inputs plus one state per chunk.
+    `chunk(state, x, segments)` sees `[B, heads, C, ...]` arrays of `dtype`, with zeros on padding and behind the row's
+    end, and the segments [B, C] of its rows or None; it returns (output [B, H, C, ...], state). Nothing inside a chunk
+    is kept for the backward pass, which recomputes it from the state at the chunk's start, so memory is the inputs plus
+    one state per chunk.
     """
-    length = inputs["v"].shape[1]
+    length = next(iter(inputs.values())).shape[1]
     chunks = -(-length // chunk_size)
     pad = chunks * chunk_size - length
 
@@ -118,16 +127,55 @@ def scan_chunks(
     def body(carry: Pytree, xs: tuple[dict[str, Array], Segments | None]) -> tuple[Pytree, Array]:
         x, at = xs
         if at is not None:
-            x = {name: _masked(at.valid, a) for name, a in x.items()}
+            x = {name: masked(at.valid, a) for name, a in x.items()}
         heads_first = {name: jnp.moveaxis(a, 2, 1).astype(dtype) for name, a in x.items()}
-        output, carry = chunk(carry, heads_first, None if at is None else at.reset)
-        return carry, jnp.moveaxis(output, 1, 2)
+        output, carry = chunk(carry, heads_first, at)
+        output = jnp.moveaxis(output, 1, 2)
+        return carry, output if at is None else masked(at.valid, output)
 
     xs = jax.tree.map(split, (inputs, segments))
     # The backward pass of a scan cannot merge the recomputation with the first computation: no barrier is needed.
     state, outputs = lax.scan(jax.checkpoint(body, prevent_cse=False), state, xs)
     outputs = jnp.moveaxis(outputs, 0, 1).reshape(outputs.shape[1], chunks * chunk_size, *outputs.shape[3:])
     return outputs[:, :length], state
+
+
+class Affine(NamedTuple):
+    """A kind of transition of S <- F S + G: its `product`, with which transitions also compose, and its `identity`."""
+
+    product: Callable[[Array, Array], Array]
+    identity: Callable[[Array], Array]
+
+
+DIAGONAL = Affine(jnp.multiply, jnp.ones_like)
+MATRIX = Affine(
+    lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST),
+    lambda a: jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape),
+)
+
+
+def scan_affine(
+    kind: Affine, transition: Pytree, offset: Pytree, state: Pytree, empty: Pytree, segments: Segments | None
+) -> Pytree:
+    """The states after every token of S <- F S + G, in log depth, by `lax.associative_scan`.
+
+    transition, offset: pytrees like `state`, with leaves [B, T, ...]: F, which may broadcast against the state, and G.
+    Holds every token's state (and transition) at once, which the other forms exist to avoid.
+    """
+    if segments is not None:
+        at = lambda mask, a: mask.reshape(mask.shape + (1,) * (a.ndim - 2))
+        start = jax.tree.map(lambda f, e: kind.product(f, e[:, None]), transition, empty)
+        offset = jax.tree.map(lambda g, s: jnp.where(at(segments.reset, g), g + s, g), offset, start)
+        transition = jax.tree.map(lambda f: jnp.where(at(segments.reset, f), 0, f), transition)
+        transition = jax.tree.map(lambda f: jnp.where(at(segments.valid, f), f, kind.identity(f)), transition)
+        offset = jax.tree.map(lambda g: masked(segments.valid, g), offset)
+    offset = jax.tree.map(lambda f, g, s: g.at[:, 0].add(kind.product(f[:, 0], s)), transition, offset, state)
+
+    def combine(first: tuple[Pytree, Pytree], second: tuple[Pytree, Pytree]) -> tuple[Pytree, Pytree]:
+        (f1, g1), (f2, g2) = first, second
+        return jax.tree.map(kind.product, f2, f1), jax.tree.map(lambda f, a, b: kind.product(f, a) + b, f2, g1, g2)
+
+    return lax.associative_scan(combine, (transition, offset), axis=1)[1]
 
 
 class Decay(NamedTuple):
@@ -155,14 +203,15 @@ def weigh(x: Array, weight: Array | None) -> Array:
     return x if weight is None else weight[..., None] * x
 
 
-def scalar_decay(log_decay: Array | None, reset: Array | None, length: int, dtype: jnp.dtype) -> Decay:
-    """Decay terms of one chunk, from log_decay [B, H, C] (natural log, <= 0, -inf legal) and reset [B, C].
+def scalar_decay(log_decay: Array | None, segments: Segments | None, length: int, dtype: jnp.dtype) -> Decay:
+    """Decay terms of one chunk, from log_decay [B, H, C] (natural log, <= 0, -inf legal) and the segments [B, C].
 
     G_i - G_j is summed over its own span (a matrix product with a triangle of ones), never taken as a difference of two
     prefix sums: that would lose the digits of small decays behind a large one, and give NaN between two -inf. Tokens
     that forget everything (-inf, resets) are counted instead of summed; spans that hold one weigh 0.
     """
     low = jnp.tril(jnp.ones((length, length), bool))
+    reset = None if segments is None else segments.reset
     if log_decay is None and reset is None:
         return Decay(low.astype(dtype), None, None)
     if log_decay is None:

@@ -21,11 +21,15 @@ from jax import lax
 from linattn_jax import debug
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
-from linattn_jax.mixers.chunking import repeat_heads
-from linattn_jax.mixers.state import MatrixState, matrix_init
-from linattn_jax.types import Array
+from linattn_jax.mixers.chunking import Segments, repeat_heads
+from linattn_jax.mixers.state import MatrixState, matrix_empty, matrix_init
+from linattn_jax.types import QKV, Argument, Array
 
 delta_rule_init = gated_delta_rule_init = kaczmarz_init = matrix_init
+
+_PLAIN = QKV | {"beta": Argument("B T H", "gate")}
+_GATED = QKV | {"log_decay": Argument("B T H", "gate"), "beta": Argument("B T H", "gate")}
+_KACZMARZ = QKV | {"log_decay": Argument("B T H", "gate"), "eta": Argument("B T H", "gate")}
 
 
 def l2_normalize(x: Array, eps: float = 1e-6) -> Array:
@@ -76,45 +80,86 @@ class _Rule:
         memory = memory + k[..., :, None] * error[..., None, :]
         return read(q, memory), MatrixState(memory)
 
-    def chunk(
-        self, call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
-    ) -> tuple[Array, MatrixState]:
-        """One chunk in matrix form (WY representation, Yang et al. 2024, with the decay inside).
+    def unit_rate(self, call: Call, k: Array, v: Array, axis: int) -> tuple[Array, Array]:
+        """k and v such that the strength alone is the rate of the write: KLA's r k and r v, r = rsqrt(||k||^2 + eps).
 
-        With L_ij = e^{G_i - G_j} and A = strict_tril(diag(beta) (K K^T o L)), the errors that the tokens write are
-        E = (I + A)^{-1} diag(beta) (V - e^G K S_0). KLA runs through it with keys r k, values r v and strength eta,
-        where r = rsqrt(||k||^2 + eps): the same recurrence, and A stays bounded whatever the size of the keys.
+        The same recurrence as with rate eta / (||k||^2 + eps), and products of keys stay bounded whatever their size.
         """
+        if self.eps is None:
+            return k, v
+        r = kaczmarz_scale(k, self.eps)
+        return r[..., None] * k, repeat_heads(r, call.groups, axis)[..., None] * v
+
+    def chunk(
+        self, call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None
+    ) -> tuple[Array, MatrixState]:
         q, k = self.queries_keys(call, x)
-        v, strength = x["v"], x.get("beta", x.get("eta"))
-        assert strength is not None
-        if self.eps is not None:
-            r = kaczmarz_scale(k, self.eps)
-            k, v = r[..., None] * k, repeat_heads(r, call.groups)[..., None] * v
-        length = k.shape[2]
-        decay = chunking.scalar_decay(x.get("log_decay"), reset, length, k.dtype)
-        product = partial(jnp.einsum, precision=call.precision)
-        # Scores are per key head; what follows is per value head.
-        keys_keys = repeat_heads(product("bhik,bhjk->bhij", k, k), call.groups)
-        queries_keys = repeat_heads(product("bhik,bhjk->bhij", q, k), call.groups)
-        q, k = repeat_heads(q, call.groups), repeat_heads(k, call.groups)
-        inverse = chunking.unit_lower_inverse(jnp.tril(strength[..., None] * keys_keys * decay.within, -1))
-        expected = chunking.weigh(product("bhik,bhkv->bhiv", k, state.S), decay.from_start)
-        errors = product("bhij,bhjv->bhiv", inverse, strength[..., None] * (v - expected))
-        output = chunking.weigh(product("bhik,bhkv->bhiv", q, state.S), decay.from_start)
-        output = output + product("bhij,bhjv->bhiv", queries_keys * decay.within, errors)
-        written = product("bhik,bhiv->bhkv", chunking.weigh(k, decay.to_end), errors)
-        return output, MatrixState(decay.state(state.S) + written)
+        k, v = self.unit_rate(call, k, x["v"], axis=1)
+        decay = chunking.scalar_decay(x.get("log_decay"), segments, k.shape[2], k.dtype)
+        output, memory = delta_chunk(call, state.S, q, k, k, v, _strength(x), decay)
+        return output, MatrixState(memory)
+
+    def whole(
+        self, call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None
+    ) -> tuple[Array, MatrixState]:
+        q, k = self.queries_keys(call, x)
+        k, v = self.unit_rate(call, k, x["v"], axis=2)
+        q, k = repeat_heads(q, call.groups, axis=2), repeat_heads(k, call.groups, axis=2)
+        decay = jnp.exp(x["log_decay"])[..., None, None] if "log_decay" in x else None
+        memory = delta_states(call, state.S, k, _strength(x)[..., None] * k, v, decay, segments)
+        read = jnp.einsum("bthk,bthkv->bthv", q, memory, precision=lax.Precision.HIGHEST)
+        return read, MatrixState(memory[:, -1])
+
+
+def _strength(x: dict[str, Array]) -> Array:
+    return x["eta"] if "eta" in x else x["beta"]
+
+
+def delta_chunk(
+    call: Call, memory: Array, q: Array, erase: Array, write: Array, v: Array, strength: Array, decay: chunking.Decay
+) -> tuple[Array, Array]:
+    """One chunk of S <- S~ + beta w (v - S~^T k)^T in matrix form, erase vectors k and write vectors w [B, Hk, C, K].
+
+    The WY representation of Yang et al. 2024 with the decay inside: with L_ij = e^{G_i - G_j} and
+    A = strict_tril(diag(beta) (K W^T o L)), the errors that the tokens write are
+    E = (I + A)^{-1} diag(beta) (V - e^G K S_0). Returns the output [B, H, C, V] and the memory after the chunk.
+    """
+    product = partial(jnp.einsum, precision=call.precision)
+    # Scores are per key head; what follows is per value head.
+    overlap = repeat_heads(product("bhik,bhjk->bhij", erase, write), call.groups)
+    scores = repeat_heads(product("bhik,bhjk->bhij", q, write), call.groups)
+    q, erase, write = (repeat_heads(a, call.groups) for a in (q, erase, write))
+    inverse = chunking.unit_lower_inverse(jnp.tril(strength[..., None] * overlap * decay.within, -1))
+    expected = chunking.weigh(product("bhik,bhkv->bhiv", erase, memory), decay.from_start)
+    errors = product("bhij,bhjv->bhiv", inverse, strength[..., None] * (v - expected))
+    output = chunking.weigh(product("bhik,bhkv->bhiv", q, memory), decay.from_start)
+    output = output + product("bhij,bhjv->bhiv", scores * decay.within, errors)
+    written = product("bhik,bhiv->bhkv", chunking.weigh(write, decay.to_end), errors)
+    return output, decay.state(memory) + written
+
+
+def delta_states(
+    call: Call, memory: Array, erase: Array, write: Array, v: Array, decay: Array | None, segments: Segments | None
+) -> Array:
+    """The memories [B, T, H, K, V] after every token, by a scan of affine maps S <- e^g (I - w k^T) S + w v^T.
+
+    erase k, write w (which holds the strength): [B, T, H, K]; decay e^g: [B, T, H, 1, 1]. The maps take T K^2.
+    """
+    identity = jnp.eye(erase.shape[-1], dtype=erase.dtype)
+    transition = identity - write[..., :, None] * erase[..., None, :]
+    transition = transition if decay is None else decay * transition
+    offset = write[..., :, None] * v[..., None, :]
+    return chunking.scan_affine(chunking.MATRIX, transition, offset, memory, call.empty.S, segments)
 
 
 def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
-    call.check_values(name)
     rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
-        "chunkwise": call.chunkwise(partial(rule.chunk, call), call.chunk(chunk_size)),
+        "associative": call.associative(partial(rule.whole, call)),
+        "chunkwise": call.chunkwise(partial(rule.chunk, call), chunk_size),
     }
-    return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
+    return call.run(name, forms, implementation)
 
 
 def delta_rule(
@@ -163,7 +208,13 @@ def delta_rule(
     (True, (1, 1, 4, 2))
     """
     call = prepare(
-        q, k, v, {"beta": (beta, "B T H")}, scale, matrix_init, initial_state, segment_ids, initial_segment_id
+        {"q": q, "k": k, "v": v, "beta": beta},
+        _PLAIN,
+        matrix_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
     )
     return _run("delta_rule", _Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
@@ -196,8 +247,15 @@ def gated_delta_rule(
     >>> [round(x, 3) for x in output[0, :, 0, 0].tolist()]
     [8.0, 4.0, 2.0]
     """
-    gates = {"log_decay": (log_decay, "B T H"), "beta": (beta, "B T H")}
-    call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
+    call = prepare(
+        {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta},
+        _GATED,
+        matrix_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
+    )
     return _run("gated_delta_rule", _Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
 
@@ -232,8 +290,15 @@ def kaczmarz(
     >>> float(output[0, 0, 0, 0])
     7.0
     """
-    gates = {"log_decay": (log_decay, "B T H"), "eta": (eta, "B T H")}
-    call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
+    call = prepare(
+        {"q": q, "k": k, "v": v, "log_decay": log_decay, "eta": eta},
+        _KACZMARZ,
+        matrix_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
+    )
     return _run("kaczmarz", _Rule(normalize_q, normalize_k, float(eps)), call, implementation, chunk_size)
 
 
@@ -249,7 +314,7 @@ def delta_rule_step(
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
     """One token of `delta_rule`: q, k [B, Hk, K], v [B, H, V], beta [B, H]; returns output [B, H, V] and the state."""
-    call = prepare_step(state, q, k, v, {"beta": (beta, "B H")}, scale, matrix_init)
+    call = prepare_step(state, {"q": q, "k": k, "v": v, "beta": beta}, _PLAIN, matrix_empty, scale=scale)
     return finish_step(call, _Rule(normalize_q, normalize_k).token)
 
 
@@ -266,8 +331,8 @@ def gated_delta_rule_step(
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
     """One token of `gated_delta_rule`: gates [B, H], the rest as `delta_rule_step`."""
-    gates = {"log_decay": (log_decay, "B H"), "beta": (beta, "B H")}
-    call = prepare_step(state, q, k, v, gates, scale, matrix_init)
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+    call = prepare_step(state, arrays, _GATED, matrix_empty, scale=scale)
     return finish_step(call, _Rule(normalize_q, normalize_k).token)
 
 
@@ -285,16 +350,15 @@ def kaczmarz_step(
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
     """One token of `kaczmarz`: gates [B, H], the rest as `delta_rule_step`."""
-    gates = {"log_decay": (log_decay, "B H"), "eta": (eta, "B H")}
-    call = prepare_step(state, q, k, v, gates, scale, matrix_init)
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "eta": eta}
+    call = prepare_step(state, arrays, _KACZMARZ, matrix_empty, scale=scale)
     return finish_step(call, _Rule(normalize_q, normalize_k, float(eps)).token)
 
 
-_FORMS = ("recurrent", "chunkwise")
-dispatch.register(dispatch.Mixer("delta_rule", delta_rule, delta_rule_step, matrix_init, ("beta",), _FORMS))
-dispatch.register(
-    dispatch.Mixer(
-        "gated_delta_rule", gated_delta_rule, gated_delta_rule_step, matrix_init, ("log_decay", "beta"), _FORMS
-    )
-)
-dispatch.register(dispatch.Mixer("kaczmarz", kaczmarz, kaczmarz_step, matrix_init, ("log_decay", "eta"), _FORMS))
+_FORMS = ("recurrent", "associative", "chunkwise")
+for _name, _call, _step, _arguments in (
+    ("delta_rule", delta_rule, delta_rule_step, _PLAIN),
+    ("gated_delta_rule", gated_delta_rule, gated_delta_rule_step, _GATED),
+    ("kaczmarz", kaczmarz, kaczmarz_step, _KACZMARZ),
+):
+    dispatch.register(dispatch.Mixer(_name, _call, _step, matrix_empty, _arguments, _FORMS))

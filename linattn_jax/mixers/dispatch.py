@@ -9,8 +9,9 @@ from functools import cache
 from typing import Any
 
 import jax
+import numpy as np
 
-from linattn_jax.types import Array
+from linattn_jax.types import Argument, Array
 
 _log = logging.getLogger("linattn_jax")
 
@@ -30,19 +31,22 @@ SHORT = 4
 
 @dataclass(frozen=True)
 class Mixer:
-    """One entry of the registry: what the layers, the contract test and the benchmark iterate over.
+    """One entry of the registry: what the layers, the contract test, the benchmark and the docs iterate over.
 
-    call, step, init: the public functions.
-    gates: names of the array arguments after q, k and v, in order.
+    call, step: the public functions.
+    empty: the empty state, from sizes by axis name and a dtype (float32 or float64).
+    arguments: the array arguments of `call` by name, in order.
     implementations: the names that `call` serves somewhere.
+    output: axes of the output.
     """
 
     name: str
     call: Callable[..., Any]
     step: Callable[..., Any]
-    init: Callable[..., Any]
-    gates: tuple[str, ...]
+    empty: Callable[[Mapping[str, int], Any], Any]
+    arguments: Mapping[str, Argument]
     implementations: tuple[str, ...]
+    output: str = "B T H V"
 
 
 MIXERS: dict[str, Mixer] = {}
@@ -69,14 +73,16 @@ def choose_chunk(chunk_size: int | None, length: int, key_size: int, value_size:
     """Rows per chunk: `chunk_size` or the default, no larger than the power of two that covers the length.
 
     The default balances products within a chunk, which grow with it, against those with the state, which grow with K V:
-    64, but 32 for small states on a CPU (measured: about 12 % less at K = V = 64, forward and backward).
+    64, but 32 for small states (measured on a CPU: about 12 % less at K = V = 64, forward and backward). It does not
+    depend on the device, so that the same call gives the same numbers everywhere.
     """
-    if chunk_size is not None and (
-        not isinstance(chunk_size, int) or chunk_size < 1 or chunk_size & (chunk_size - 1) != 0
-    ):
-        raise ValueError(f"chunk_size: {chunk_size!r} given, wanted a power of two.")
-    default = 32 if key_size * value_size <= 64 * 64 and jax.default_backend() == "cpu" else 64
-    return min(chunk_size or default, 1 << max(length - 1, 0).bit_length())
+    if chunk_size is None:
+        chunk_size = 32 if key_size * value_size <= 64 * 64 else 64
+    elif isinstance(chunk_size, bool) or not isinstance(chunk_size, (int, np.integer)):
+        raise TypeError(f"chunk_size: {chunk_size!r} given, wanted a power of two.")
+    elif chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"chunk_size: {chunk_size} given, wanted a power of two.")
+    return min(int(chunk_size), 1 << max(length - 1, 0).bit_length())
 
 
 def run(
@@ -91,8 +97,21 @@ def run(
 
     `forms` maps implementation names to functions of those arguments, or to the reason why there is none for this call.
     A named implementation is served or raises NotImplementedError. None is decided for the platform that the program is
-    lowered for, so lowering for a TPU on a CPU picks the TPU's.
+    lowered for, so lowering for a TPU on a CPU picks the TPU's. The mixers promote ranks and dtypes as they mean to,
+    whatever `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion` say of the caller's own code.
     """
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return _run(name, forms, implementation, arguments, length, values)
+
+
+def _run(
+    name: str,
+    forms: Mapping[str, Callable[..., Any] | Unavailable],
+    implementation: str | None,
+    arguments: tuple[Any, ...],
+    length: int,
+    values: Array,
+) -> Any:
     if implementation is not None:
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(f"implementation: {implementation!r} given, wanted None or one of {IMPLEMENTATIONS}.")

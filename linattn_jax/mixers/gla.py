@@ -12,11 +12,13 @@ from jax import lax
 
 from linattn_jax.mixers import dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
-from linattn_jax.mixers.chunking import join_blocks, repeat_heads
-from linattn_jax.mixers.state import MatrixState, matrix_init
-from linattn_jax.types import Array
+from linattn_jax.mixers.chunking import DIAGONAL, Segments, join_blocks, repeat_heads, scan_affine
+from linattn_jax.mixers.state import MatrixState, matrix_empty, matrix_init
+from linattn_jax.types import QKV, Argument, Array
 
 gla_init = matrix_init
+
+_ARGUMENTS = QKV | {"log_decay": Argument("B T Hk K", "gate")}
 
 
 def _token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
@@ -55,10 +57,10 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
     return scores[:, :, 0], through[:, :, 0], after[:, :, 0]
 
 
-def _chunk(call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None) -> tuple[Array, MatrixState]:
+def _chunk(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
     log_decay = x["log_decay"]
-    if reset is not None:
-        log_decay = jnp.where(reset[:, None, :, None], -jnp.inf, log_decay)
+    if segments is not None:
+        log_decay = jnp.where(segments.reset[:, None, :, None], -jnp.inf, log_decay)
     product = partial(jnp.einsum, precision=call.precision)
     q, k = call.scale * x["q"], x["k"]
     scores, through, after = _scores(q, k, log_decay, call.precision)
@@ -68,6 +70,20 @@ def _chunk(call: Call, state: MatrixState, x: dict[str, Array], reset: Array | N
     )
     output = product("bhik,bhkv->bhiv", read, state.S) + product("bhij,bhjv->bhiv", scores, x["v"])
     return output, MatrixState(total[..., None] * state.S + product("bhik,bhiv->bhkv", write, x["v"]))
+
+
+def _whole(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
+    q, k, log_decay = (repeat_heads(x[name], call.groups, axis=2) for name in ("q", "k", "log_decay"))
+    memory = scan_affine(
+        DIAGONAL,
+        MatrixState(jnp.exp(log_decay)[..., None]),
+        MatrixState(k[..., :, None] * x["v"][..., None, :]),
+        state,
+        call.empty,
+        segments,
+    ).S
+    output = jnp.einsum("bthk,bthkv->bthv", call.scale * q, memory, precision=lax.Precision.HIGHEST)
+    return output, MatrixState(memory[:, -1])
 
 
 def gla(
@@ -97,21 +113,30 @@ def gla(
     >>> output[0, :, 0, 0].tolist()
     [2.0, 3.0, 4.0]
     """
-    gates = {"log_decay": (log_decay, "B T Hk K")}
-    call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
-    call.check_values("gla")
+    call = prepare(
+        {"q": q, "k": k, "v": v, "log_decay": log_decay},
+        _ARGUMENTS,
+        matrix_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
+    )
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), call.chunk(chunk_size)),
+        "associative": call.associative(partial(_whole, call)),
+        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size),
     }
-    return dispatch.run("gla", forms, implementation, call.arguments, call.length, call.values)
+    return call.run("gla", forms, implementation)
 
 
 def gla_step(
     state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
 ) -> tuple[Array, MatrixState]:
     """One token of `gla`: q, k, log_decay [B, Hk, K], v [B, H, V]; returns output [B, H, V] and the new state."""
-    return finish_step(prepare_step(state, q, k, v, {"log_decay": (log_decay, "B Hk K")}, scale, matrix_init), _token)
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    return finish_step(prepare_step(state, arrays, _ARGUMENTS, matrix_empty, scale=scale), _token)
 
 
-dispatch.register(dispatch.Mixer("gla", gla, gla_step, matrix_init, ("log_decay",), ("recurrent", "chunkwise")))
+_FORMS = ("recurrent", "associative", "chunkwise")
+dispatch.register(dispatch.Mixer("gla", gla, gla_step, matrix_empty, _ARGUMENTS, _FORMS))

@@ -8,20 +8,31 @@ rule (see `delta.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
-from linattn_jax.mixers.chunking import repeat_heads
-from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init
-from linattn_jax.types import Array
+from linattn_jax.mixers.chunking import Segments, repeat_heads
+from linattn_jax.mixers.state import (
+    MatrixState,
+    NormalizedState,
+    matrix_empty,
+    matrix_init,
+    normalized_empty,
+    normalized_init,
+)
+from linattn_jax.types import QKV, Argument, Array
 
 linear_attention_init = normalized_init
 simple_gla_init = matrix_init
+
+_SIMPLE = QKV | {"log_decay": Argument("B T H", "gate")}
 
 
 def _decayed_token(call: Call, memory: Array, x: dict[str, Array]) -> tuple[Array, Array]:
@@ -34,10 +45,10 @@ def _decayed_token(call: Call, memory: Array, x: dict[str, Array]) -> tuple[Arra
 
 
 def _decayed_chunk(
-    call: Call, memory: Array, x: dict[str, Array], reset: Array | None
+    call: Call, memory: Array, x: dict[str, Array], segments: Segments | None
 ) -> tuple[Array, Array, Array, chunking.Decay]:
     """One chunk: O = e^G Q S_0 + (Q K^T o L) V; also returns the scores [B, H, C, C] and the decay."""
-    decay = chunking.scalar_decay(x.get("log_decay"), reset, x["q"].shape[2], memory.dtype)
+    decay = chunking.scalar_decay(x.get("log_decay"), segments, x["q"].shape[2], memory.dtype)
     product = partial(jnp.einsum, precision=call.precision)
     q = call.scale * x["q"]
     scores = repeat_heads(product("bhik,bhjk->bhij", q, x["k"]), call.groups) * decay.within
@@ -54,9 +65,9 @@ def _simple_token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[
 
 
 def _simple_chunk(
-    call: Call, state: MatrixState, x: dict[str, Array], reset: Array | None
+    call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None
 ) -> tuple[Array, MatrixState]:
-    output, memory, _, _ = _decayed_chunk(call, state.S, x, reset)
+    output, memory, _, _ = _decayed_chunk(call, state.S, x, segments)
     return output, MatrixState(memory)
 
 
@@ -72,9 +83,9 @@ def _linear_token(
 
 
 def _linear_chunk(
-    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array], reset: Array | None
+    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array], segments: Segments | None
 ) -> tuple[Array, NormalizedState]:
-    output, memory, scores, decay = _decayed_chunk(call, state.S, x, reset)
+    output, memory, scores, decay = _decayed_chunk(call, state.S, x, segments)
     keys = x["k"] if decay.to_end is None else decay.to_end[..., None] * x["k"]
     if normalize:
         before = jnp.einsum("bhik,bhk->bhi", call.scale * x["q"], state.z, precision=call.precision)
@@ -83,13 +94,54 @@ def _linear_chunk(
     return output, NormalizedState(memory, decay.state(state.z) + jnp.sum(keys, axis=2))
 
 
-def _run(name: str, token: Any, chunk: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
-    call.check_values(name)
+def _read(call: Call, q: Array, memory: Array) -> Array:
+    return jnp.einsum("bthk,bthkv->bthv", repeat_heads(q, call.groups, axis=2), memory, precision=lax.Precision.HIGHEST)
+
+
+def _simple_whole(
+    call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None
+) -> tuple[Array, MatrixState]:
+    k = repeat_heads(x["k"], call.groups, axis=2)
+    memory = chunking.scan_affine(
+        chunking.DIAGONAL,
+        MatrixState(jnp.exp(x["log_decay"])[..., None, None]),
+        MatrixState(k[..., :, None] * x["v"][..., None, :]),
+        state,
+        call.empty,
+        segments,
+    ).S
+    return _read(call, call.scale * x["q"], memory), MatrixState(memory[:, -1])
+
+
+def _linear_whole(
+    normalize: bool, eps: float, call: Call, state: NormalizedState, x: dict[str, Array], segments: Segments | None
+) -> tuple[Array, NormalizedState]:
+    k = repeat_heads(x["k"], call.groups, axis=2)
+    ones = jnp.ones((*k.shape[:2], 1, 1), call.dtype)
+    states = chunking.scan_affine(
+        chunking.DIAGONAL,
+        NormalizedState(ones[..., None], ones),
+        NormalizedState(k[..., :, None] * x["v"][..., None, :], x["k"]),
+        state,
+        call.empty,
+        segments,
+    )
+    q = call.scale * x["q"]
+    output = _read(call, q, states.S)
+    if normalize:
+        mass = repeat_heads(jnp.sum(q * states.z, axis=-1), call.groups, axis=2)
+        output = output / jnp.maximum(mass, eps)[..., None]
+    return output, jax.tree.map(lambda s: s[:, -1], states)
+
+
+def _run(family: Iterable[Any], name: str, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+    token, chunk, whole = (partial(form, call) for form in family)
     forms = {
-        "recurrent": call.recurrent(partial(token, call)),
-        "chunkwise": call.chunkwise(partial(chunk, call), call.chunk(chunk_size)),
+        "recurrent": call.recurrent(token),
+        "associative": call.associative(whole),
+        "chunkwise": call.chunkwise(chunk, chunk_size),
     }
-    return dispatch.run(name, forms, implementation, call.arguments, call.length, call.values)
+    return call.run(name, forms, implementation)
 
 
 def linear_attention(
@@ -119,16 +171,17 @@ def linear_attention(
     >>> output[0, :, 0, 0].tolist()
     [1.0, 1.5, 3.0]
     """
-    call = prepare(q, k, v, {}, scale, normalized_init, initial_state, segment_ids, initial_segment_id)
-    options = (normalize_output, eps)
-    return _run(
-        "linear_attention",
-        partial(_linear_token, *options),
-        partial(_linear_chunk, *options),
-        call,
-        implementation,
-        chunk_size,
+    call = prepare(
+        {"q": q, "k": k, "v": v},
+        QKV,
+        normalized_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
     )
+    family = (partial(form, normalize_output, eps) for form in (_linear_token, _linear_chunk, _linear_whole))
+    return _run(family, "linear_attention", call, implementation, chunk_size)
 
 
 def simple_gla(
@@ -156,9 +209,16 @@ def simple_gla(
     >>> [round(x, 3) for x in output[0, :, 0, 0].tolist()]
     [1.0, 1.5, 1.75]
     """
-    gates = {"log_decay": (log_decay, "B T H")}
-    call = prepare(q, k, v, gates, scale, matrix_init, initial_state, segment_ids, initial_segment_id)
-    return _run("simple_gla", _simple_token, _simple_chunk, call, implementation, chunk_size)
+    call = prepare(
+        {"q": q, "k": k, "v": v, "log_decay": log_decay},
+        _SIMPLE,
+        matrix_empty,
+        scale=scale,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
+    )
+    return _run((_simple_token, _simple_chunk, _simple_whole), "simple_gla", call, implementation, chunk_size)
 
 
 def linear_attention_step(
@@ -172,7 +232,7 @@ def linear_attention_step(
     scale: float | Array | None = None,
 ) -> tuple[Array, NormalizedState]:
     """One token of `linear_attention`: q, k [B, Hk, K], v [B, H, V]; returns output [B, H, V] and the new state."""
-    call = prepare_step(state, q, k, v, {}, scale, normalized_init)
+    call = prepare_step(state, {"q": q, "k": k, "v": v}, QKV, normalized_empty, scale=scale)
     return finish_step(call, partial(_linear_token, normalize_output, eps))
 
 
@@ -180,13 +240,12 @@ def simple_gla_step(
     state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
 ) -> tuple[Array, MatrixState]:
     """One token of `simple_gla`: log_decay [B, H], the rest as `linear_attention_step`."""
-    return finish_step(
-        prepare_step(state, q, k, v, {"log_decay": (log_decay, "B H")}, scale, matrix_init), _simple_token
-    )
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    return finish_step(prepare_step(state, arrays, _SIMPLE, matrix_empty, scale=scale), _simple_token)
 
 
-_FORMS = ("recurrent", "chunkwise")
+_FORMS = ("recurrent", "associative", "chunkwise")
 dispatch.register(
-    dispatch.Mixer("linear_attention", linear_attention, linear_attention_step, normalized_init, (), _FORMS)
+    dispatch.Mixer("linear_attention", linear_attention, linear_attention_step, normalized_empty, QKV, _FORMS)
 )
-dispatch.register(dispatch.Mixer("simple_gla", simple_gla, simple_gla_step, matrix_init, ("log_decay",), _FORMS))
+dispatch.register(dispatch.Mixer("simple_gla", simple_gla, simple_gla_step, matrix_empty, _SIMPLE, _FORMS))

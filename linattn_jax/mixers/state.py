@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -50,3 +51,13 @@ def normalized_init(
     return NormalizedState(
         jnp.zeros((batch, heads, key_size, value_size), dtype), jnp.zeros((batch, key_heads or heads, key_size), dtype)
     )
+
+
+def matrix_empty(sizes: Mapping[str, int], dtype: DTypeLike) -> MatrixState:
+    """`matrix_init` from sizes by axis name."""
+    return matrix_init(sizes["B"], sizes["H"], sizes["K"], sizes["V"], dtype=dtype)
+
+
+def normalized_empty(sizes: Mapping[str, int], dtype: DTypeLike) -> NormalizedState:
+    """`normalized_init` from sizes by axis name."""
+    return normalized_init(sizes["B"], sizes["H"], sizes["K"], sizes["V"], key_heads=sizes["Hk"], dtype=dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import jax
-from cases import call, make_inputs
+from cases import call, make_inputs, sequences
 from jax.sharding import AxisType, PartitionSpec
 from linattn_jax.mixers.dispatch import MIXERS
 from tolerances import assert_close
@@ -19,7 +19,8 @@ for name, mixer in MIXERS.items():
     for form in mixer.implementations:
         inputs = make_inputs(name, B=4, T=20, K=8, V=8)
         run = lambda x: call(name, x, implementation=form, chunk_size=8)
-        seen = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows))(inputs)
+        specs = {key: rows if key in sequences(name) else PartitionSpec() for key in inputs}
+        seen = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=rows))(inputs)
         for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(jax.jit(run)(inputs)), strict=True):
             assert_close(a, b, 1e-6, f"{name} {form}")
 """
