@@ -74,7 +74,7 @@ class Call:
         """The form that scans `token(state, x)`; x holds [B, heads, ...] in the accumulator dtype."""
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            return chunking.scan_tokens(self._cast_output(token), state, self.empty, inputs, segments, self.dtype)
+            return chunking.scan_tokens(self.cast_output(token), state, self.empty, inputs, segments, self.dtype)
 
         return form
 
@@ -92,7 +92,7 @@ class Call:
             if not inert_zeros and segments is None and self.sizes["T"] % rows:
                 everywhere = jnp.ones((1, self.sizes["T"]), bool)
                 segments = chunking.Segments(everywhere, ~everywhere)
-            return chunking.scan_chunks(self._cast_output(chunk), state, inputs, segments, rows, self.dtype)
+            return chunking.scan_chunks(self.cast_output(chunk), state, inputs, segments, rows, self.dtype)
 
         return form
 
@@ -103,12 +103,12 @@ class Call:
             if segments is not None:
                 inputs = {name: chunking.masked(segments.valid, a) for name, a in inputs.items()}
             x = {name: a.astype(self.dtype) for name, a in inputs.items()}
-            output, state = self._cast_output(whole)(state, x, segments)
+            output, state = self.cast_output(whole)(state, x, segments)
             return output if segments is None else chunking.masked(segments.valid, output), state
 
         return form
 
-    def _cast_output(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def cast_output(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with its output in the output dtype: casting inside a scan keeps the stacked outputs narrow."""
 
         def cast(*arguments: Any) -> tuple[Array, Pytree]:

@@ -100,43 +100,45 @@ def scan_tokens(
     return jnp.moveaxis(outputs, 0, 1), state
 
 
+def split_rows(x: Array, chunk_size: int) -> Array:
+    """x [B, T, ...] as chunks [N, B, chunk_size, ...], with zeros behind the end."""
+    chunks = -(-x.shape[1] // chunk_size)
+    x = jnp.pad(x, [(0, 0), (0, chunks * chunk_size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk_size, *x.shape[2:]), 1, 0)
+
+
 def scan_chunks(
-    chunk: Callable[[Pytree, dict[str, Array], Segments | None], tuple[Array, Pytree]],
+    chunk: Callable[..., tuple[Array, Pytree]],
     state: Pytree,
     inputs: dict[str, Array],
     segments: Segments | None,
     chunk_size: int,
     dtype: jnp.dtype,
+    *per_chunk: Array,
 ) -> tuple[Array, Pytree]:
     """Runs `chunk` over spans of `chunk_size` tokens of axis 1 of `inputs` (`[B, T, heads, ...]`).
 
-    `chunk(state, x, segments)` sees `[B, heads, C, ...]` arrays of `dtype`, with zeros on padding and behind the row's
-    end, and the segments [B, C] of its rows or None; it returns (output [B, H, C, ...], state). Nothing inside a chunk
-    is kept for the backward pass, which recomputes it from the state at the chunk's start, so memory is the inputs plus
-    one state per chunk.
+    `chunk(state, x, segments, *own)` sees `[B, heads, C, ...]` arrays of `dtype`, with zeros on padding and behind the
+    row's end, the segments [B, C] of its rows or None, and its entries of the arrays `per_chunk` [N, ...]; it returns
+    (output [B, H, C, ...], state). Nothing inside a chunk is kept for the backward pass, which recomputes it from the
+    state at the chunk's start, so memory is the inputs plus one state per chunk.
     """
     length = next(iter(inputs.values())).shape[1]
-    chunks = -(-length // chunk_size)
-    pad = chunks * chunk_size - length
 
-    def split(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], chunks, chunk_size, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
-
-    def body(carry: Pytree, xs: tuple[dict[str, Array], Segments | None]) -> tuple[Pytree, Array]:
-        x, at = xs
+    def body(carry: Pytree, xs: tuple[Any, ...]) -> tuple[Pytree, Array]:
+        x, at, *own = xs
         if at is not None:
             x = {name: masked(at.valid, a) for name, a in x.items()}
         heads_first = {name: jnp.moveaxis(a, 2, 1).astype(dtype) for name, a in x.items()}
-        output, carry = chunk(carry, heads_first, at)
+        output, carry = chunk(carry, heads_first, at, *own)
         output = jnp.moveaxis(output, 1, 2)
         return carry, output if at is None else masked(at.valid, output)
 
-    xs = jax.tree.map(split, (inputs, segments))
+    xs = jax.tree.map(lambda x: split_rows(x, chunk_size), (inputs, segments))
     # The backward pass of a scan cannot merge the recomputation with the first computation: no barrier is needed.
-    state, outputs = lax.scan(jax.checkpoint(body, prevent_cse=False), state, xs)
-    outputs = jnp.moveaxis(outputs, 0, 1).reshape(outputs.shape[1], chunks * chunk_size, *outputs.shape[3:])
+    state, outputs = lax.scan(jax.checkpoint(body, prevent_cse=False), state, (*xs, *per_chunk))
+    outputs = jnp.moveaxis(outputs, 0, 1)
+    outputs = outputs.reshape(outputs.shape[0], outputs.shape[1] * chunk_size, *outputs.shape[3:])
     return outputs[:, :length], state
 
 
@@ -280,3 +282,34 @@ def _unit_lower_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tu
 def _full(a: Array, b: Array) -> Array:
     """Batched matrix product in the full precision of its inputs: errors of a triangular solve compound."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+@jax.custom_jvp
+def cholesky_inverse(a: Array) -> Array:
+    """L^{-1} for the Cholesky factor L of a symmetric positive definite a [..., C, C], C a power of two."""
+    lower = lax.linalg.cholesky(a, symmetrize_input=False)
+    diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
+    return unit_lower_inverse(jnp.tril(lower, -1) / diagonal[..., None, :]) / diagonal[..., :, None]
+
+
+@cholesky_inverse.defjvp
+def _cholesky_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = cholesky_inverse(*primals)
+    moved = _full(_full(inverse, tangents[0]), jnp.swapaxes(inverse, -1, -2))
+    half = 0.5 * jnp.eye(moved.shape[-1], dtype=moved.dtype) * moved
+    return inverse, -_full(jnp.tril(moved, -1) + half, inverse)
+
+
+@jax.custom_jvp
+def positive_inverse(a: Array) -> Array:
+    """The inverse of a symmetric positive definite a [..., K, K], by Cholesky."""
+    lower = lax.linalg.cholesky(a, symmetrize_input=False)
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    half = lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+    return _full(jnp.swapaxes(half, -1, -2), half)
+
+
+@positive_inverse.defjvp
+def _positive_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = positive_inverse(*primals)
+    return inverse, -_full(_full(inverse, tangents[0]), inverse)

@@ -44,8 +44,8 @@ def kaczmarz_scale(k: Array, eps: float) -> Array:
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """Which member of the family runs; `eps` is KLA's, None for the others."""
+class Rule:
+    """Which member of the family runs, in its three forms; `eps` is KLA's, None for the others."""
 
     normalize_q: bool
     normalize_k: bool
@@ -152,7 +152,7 @@ def delta_states(
     return chunking.scan_affine(chunking.MATRIX, transition, offset, memory, call.empty.S, segments)
 
 
-def _run(name: str, rule: _Rule, call: Call, implementation: str | None, chunk_size: int | None):
+def _run(name: str, rule: Rule, call: Call, implementation: str | None, chunk_size: int | None):
     rule.check_step(name, call)
     forms = {
         "recurrent": call.recurrent(partial(rule.token, call)),
@@ -216,7 +216,7 @@ def delta_rule(
         segment_ids=segment_ids,
         initial_segment_id=initial_segment_id,
     )
-    return _run("delta_rule", _Rule(normalize_q, normalize_k), call, implementation, chunk_size)
+    return _run("delta_rule", Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
 
 def gated_delta_rule(
@@ -256,7 +256,7 @@ def gated_delta_rule(
         segment_ids=segment_ids,
         initial_segment_id=initial_segment_id,
     )
-    return _run("gated_delta_rule", _Rule(normalize_q, normalize_k), call, implementation, chunk_size)
+    return _run("gated_delta_rule", Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
 
 def kaczmarz(
@@ -299,7 +299,7 @@ def kaczmarz(
         segment_ids=segment_ids,
         initial_segment_id=initial_segment_id,
     )
-    return _run("kaczmarz", _Rule(normalize_q, normalize_k, float(eps)), call, implementation, chunk_size)
+    return _run("kaczmarz", Rule(normalize_q, normalize_k, float(eps)), call, implementation, chunk_size)
 
 
 def delta_rule_step(
@@ -315,7 +315,7 @@ def delta_rule_step(
 ) -> tuple[Array, MatrixState]:
     """One token of `delta_rule`: q, k [B, Hk, K], v [B, H, V], beta [B, H]; returns output [B, H, V] and the state."""
     call = prepare_step(state, {"q": q, "k": k, "v": v, "beta": beta}, _PLAIN, matrix_empty, scale=scale)
-    return finish_step(call, _Rule(normalize_q, normalize_k).token)
+    return finish_step(call, Rule(normalize_q, normalize_k).token)
 
 
 def gated_delta_rule_step(
@@ -333,7 +333,7 @@ def gated_delta_rule_step(
     """One token of `gated_delta_rule`: gates [B, H], the rest as `delta_rule_step`."""
     arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
     call = prepare_step(state, arrays, _GATED, matrix_empty, scale=scale)
-    return finish_step(call, _Rule(normalize_q, normalize_k).token)
+    return finish_step(call, Rule(normalize_q, normalize_k).token)
 
 
 def kaczmarz_step(
@@ -352,7 +352,7 @@ def kaczmarz_step(
     """One token of `kaczmarz`: gates [B, H], the rest as `delta_rule_step`."""
     arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "eta": eta}
     call = prepare_step(state, arrays, _KACZMARZ, matrix_empty, scale=scale)
-    return finish_step(call, _Rule(normalize_q, normalize_k, float(eps)).token)
+    return finish_step(call, Rule(normalize_q, normalize_k, float(eps)).token)
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")

@@ -21,7 +21,8 @@ gla_init = matrix_init
 _ARGUMENTS = QKV | {"log_decay": Argument("B T Hk K", "gate")}
 
 
-def _token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
+def token(call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:
+    """One token: x holds [B, heads, ...]."""
     q, k, log_decay = (repeat_heads(x[name], call.groups) for name in ("q", "k", "log_decay"))
     memory = jnp.exp(log_decay)[..., None] * state.S + k[..., :, None] * x["v"][..., None, :]
     output = jnp.einsum("bhk,bhkv->bhv", call.scale * q, memory, precision=lax.Precision.HIGHEST)
@@ -57,7 +58,8 @@ def _scores(q: Array, k: Array, log_decay: Array, precision: lax.Precision | Non
     return scores[:, :, 0], through[:, :, 0], after[:, :, 0]
 
 
-def _chunk(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
+def chunk(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
+    """One chunk: x holds [B, heads, C, ...]."""
     log_decay = x["log_decay"]
     if segments is not None:
         log_decay = jnp.where(segments.reset[:, None, :, None], -jnp.inf, log_decay)
@@ -72,7 +74,8 @@ def _chunk(call: Call, state: MatrixState, x: dict[str, Array], segments: Segmen
     return output, MatrixState(total[..., None] * state.S + product("bhik,bhiv->bhkv", write, x["v"]))
 
 
-def _whole(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
+def whole(call: Call, state: MatrixState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, MatrixState]:
+    """All tokens at once, by a scan of diagonal maps: x holds [B, T, heads, ...]."""
     q, k, log_decay = (repeat_heads(x[name], call.groups, axis=2) for name in ("q", "k", "log_decay"))
     memory = scan_affine(
         DIAGONAL,
@@ -123,9 +126,9 @@ def gla(
         initial_segment_id=initial_segment_id,
     )
     forms = {
-        "recurrent": call.recurrent(partial(_token, call)),
-        "associative": call.associative(partial(_whole, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size),
+        "recurrent": call.recurrent(partial(token, call)),
+        "associative": call.associative(partial(whole, call)),
+        "chunkwise": call.chunkwise(partial(chunk, call), chunk_size),
     }
     return call.run("gla", forms, implementation)
 
@@ -135,7 +138,7 @@ def gla_step(
 ) -> tuple[Array, MatrixState]:
     """One token of `gla`: q, k, log_decay [B, Hk, K], v [B, H, V]; returns output [B, H, V] and the new state."""
     arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay}
-    return finish_step(prepare_step(state, arrays, _ARGUMENTS, matrix_empty, scale=scale), _token)
+    return finish_step(prepare_step(state, arrays, _ARGUMENTS, matrix_empty, scale=scale), token)
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")

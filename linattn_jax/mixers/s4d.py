@@ -1,0 +1,208 @@
+"""S4D (Gu et al. 2022): a diagonal complex state-space model per channel, and what its chunkwise forms share.
+
+Per channel, with N modes h: h <- e^{log_a} h + b x,  y = 2 Re(c . h) + d x.
+Inside a chunk every power of a is taken over its own span, as e^{tau log_a} with tau >= 0, by halving as in `gla`: it
+is exact for any decay, where a^i times a^{-j} would overflow. The powers come from log_a, as a itself, rounded to
+float32 near 1, has lost digits of the slow modes; the recurrent form, which multiplies by a, loses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from linattn_jax.mixers import chunking, dispatch
+from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
+from linattn_jax.mixers.chunking import Segments
+from linattn_jax.types import Argument, Array, complex_dtype
+
+_MODES = Argument("H N", "complex")
+_ARGUMENTS = {"x": Argument("B T H"), "log_a": _MODES, "b": _MODES, "c": _MODES, "d": Argument("H", "gate")}
+
+
+class ModeState(NamedTuple):
+    """The modes of every channel: h [B, H, N], complex64 (complex128 for float64 inputs)."""
+
+    h: Array
+
+
+def s4d_init(batch: int, heads: int, modes: int, *, dtype: DTypeLike = jnp.float32) -> ModeState:
+    """The empty state, zeros, of `heads` channels; `dtype` is that of its real parts."""
+    return ModeState(jnp.zeros((batch, heads, modes), complex_dtype(dtype)))
+
+
+def _empty(sizes: Mapping[str, int], dtype: DTypeLike) -> ModeState:
+    return s4d_init(sizes["B"], sizes["H"], sizes["N"], dtype=dtype)
+
+
+class Span(NamedTuple):
+    """The rows of a chunk under modes log_a [H, N].
+
+    position: [B or 1, C], real tokens of the chunk up to and with each row, as floats.
+    number: [B or 1, C], resets up to and with each row.
+    """
+
+    log_a: Array
+    position: Array
+    number: Array
+
+    def power(self, exponent: Array) -> Array:
+        """a^exponent [B or 1, H, ..., N] for exponents [B or 1, ...] >= 0."""
+        log_a = self.log_a.reshape(self.log_a.shape[0], *(1,) * (exponent.ndim - 1), self.log_a.shape[1])
+        return jnp.exp(exponent[:, None, ..., None] * log_a)
+
+    @property
+    def total(self) -> Array:
+        """[B or 1], real tokens of the chunk."""
+        return self.position[:, -1]
+
+    def halves(self, size: int) -> tuple[Array, Array, Array]:
+        """For blocks of two halves of `size` rows: a to the distance from the boundary, of later rows and of earlier.
+
+        Both [B or 1, H, C / 2 size, size, N]. Also where a pair of a later row and an earlier lies in one segment,
+        bool [B or 1, 1, C / 2 size, size, size].
+        """
+        position, number = (x.reshape(x.shape[0], -1, 2, size) for x in (self.position, self.number))
+        boundary = position[:, :, 0, -1:]
+        together = number[:, :, 1, :, None] == number[:, :, 0, None, :]
+        return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
+
+
+def make_span(log_a: Array, segments: Segments | None, length: int) -> Span:
+    """The span of `length` rows with these segments."""
+    real = log_a.real.dtype
+    if segments is None:
+        return Span(log_a, jnp.arange(1, length + 1, dtype=real)[None], jnp.zeros((1, length), jnp.int32))
+    count = partial(jnp.cumsum, axis=-1)
+    return Span(log_a, count(segments.valid.astype(real)), count(segments.reset.astype(jnp.int32)))
+
+
+def real_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
+    """Re(a b^T) of complex a [..., i, N] and b [..., j, N], as one product of real matrices."""
+    parts = lambda x, sign: jnp.concatenate([x.real, sign * x.imag], axis=-1)
+    return jnp.einsum("...in,...jn->...ij", parts(a, 1), parts(b, -1), precision=precision)
+
+
+def mixed_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
+    """a b of real a [..., i, j] and complex b [..., j, N], as one product of real matrices."""
+    parts = jnp.einsum("...ij,...jn->...in", a, jnp.concatenate([b.real, b.imag], axis=-1), precision=precision)
+    return lax.complex(*jnp.split(parts, 2, axis=-1))
+
+
+def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None) -> Array:
+    """2 Re sum_n w_in b_n a_n^{tau(i, j)} for rows j <= i of one segment, else 0: [B or 1, H, C, C].
+
+    w: [B or 1, H, C, N], b: [H, N], both complex; tau counts real tokens from j to i.
+    """
+    length, size = w.shape[2], 1
+    scores = 2 * jnp.sum(w * b[:, None], axis=-1).real[..., None, None]
+    while size < length:
+        later_power, earlier_power, together = span.halves(size)
+        later = w.reshape(*w.shape[:2], length // (2 * size), 2, size, -1)[:, :, :, 1] * later_power
+        cross = 2 * real_product(later, b[:, None, None] * earlier_power, precision) * together
+        pairs = scores.reshape(*scores.shape[:2], length // (2 * size), 2, size, size)
+        shape = (*cross.shape[:3], size, size)
+        first, second = (jnp.broadcast_to(pairs[:, :, :, i], shape) for i in (0, 1))
+        scores = chunking.join_blocks(first, cross, second)
+        size *= 2
+    return scores[:, :, 0]
+
+
+def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precision | None) -> Array:
+    """The modes x [B, H, N, D] after the chunk's rows y [B, H, C, D] have been written."""
+    alive = (span.number[:, -1] == 0)[:, None, None, None]
+    last = (span.number == span.number[:, -1:])[:, None, :, None]
+    weight = jnp.where(last, b[:, None] * span.power(span.total[:, None] - span.position), 0)
+    written = mixed_product(jnp.swapaxes(y, -1, -2), weight, precision)
+    return jnp.where(alive, span.power(span.total)[..., None] * x, 0) + jnp.swapaxes(written, -1, -2)
+
+
+def _token(call: Call, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
+    p = call.parameters
+    h = jnp.exp(p["log_a"]) * state.h + p["b"] * x["x"][..., None]
+    return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h)
+
+
+def _whole(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
+    p = call.parameters
+    offset = p["b"] * x["x"][..., None]
+    transition = jnp.broadcast_to(jnp.exp(p["log_a"]), offset.shape)
+    h = chunking.scan_affine(chunking.DIAGONAL, transition, offset, state.h, call.empty.h, segments)
+    return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h[:, -1])
+
+
+def _chunk(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
+    p, x = call.parameters, x["x"]
+    span = make_span(p["log_a"], segments, x.shape[2])
+    weights = jnp.broadcast_to(p["c"][None, :, None], (1, p["c"].shape[0], x.shape[2], p["c"].shape[1]))
+    kernel = mode_scores(weights, p["b"], span, call.precision)
+    carried = 2 * jnp.sum((span.power(span.position) * (p["c"] * state.h)[:, :, None]).real, axis=-1)
+    y = jnp.einsum("bhij,bhj->bhi", jnp.broadcast_to(kernel, (x.shape[0], *kernel.shape[1:])), x)
+    y = y + jnp.where((span.number == 0)[:, None], carried, 0) + p["d"][:, None] * x
+    h = write_modes(state.h[..., None], p["b"], x[..., None], span, call.precision)[..., 0]
+    return y, ModeState(h)
+
+
+def s4d(
+    x: Array,
+    log_a: Array,
+    b: Array,
+    c: Array,
+    d: Array,
+    *,
+    initial_state: ModeState | None = None,
+    segment_ids: Array | None = None,
+    initial_segment_id: Array | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Array, ModeState]:
+    """S4D (Gu et al. 2022), discretised: h <- e^{log_a} h + b x, y = 2 Re(c . h) + d x, with N modes per channel.
+
+    Args:
+        x: [B, T, H]; float16, bfloat16, float32 or float64. H counts channels.
+        log_a, b, c: [H, N], complex64 or complex128, for every token the same; Re log_a <= 0. With zero-order hold of
+            a continuous A by steps dt, log_a = dt A and b = (e^{dt A} - 1) / A.
+        d: [H], the weight of x itself; any float.
+        initial_state, segment_ids, initial_segment_id, implementation, chunk_size: as for `delta_rule`.
+
+    Returns:
+        Output [B, T, H] in x.dtype, and ModeState(h [B, H, N]), complex64 (complex128 for float64 inputs).
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was seen and what was wanted.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.ones((1, 1), jnp.complex64)
+    >>> y, _ = s4d(jnp.ones((1, 3, 1)), jnp.log(0.5) * one, 0.5 * one, one, jnp.zeros(1))     # halves what it holds
+    >>> [round(value, 3) for value in y[0, :, 0].tolist()]
+    [1.0, 1.5, 1.75]
+    """
+    call = prepare(
+        {"x": x, "log_a": log_a, "b": b, "c": c, "d": d},
+        _ARGUMENTS,
+        _empty,
+        initial_state=initial_state,
+        segment_ids=segment_ids,
+        initial_segment_id=initial_segment_id,
+    )
+    forms = {
+        "recurrent": call.recurrent(partial(_token, call)),
+        "associative": call.associative(partial(_whole, call)),
+        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size, inert_zeros=False),
+    }
+    return call.run("s4d", forms, implementation)
+
+
+def s4d_step(state: ModeState, x: Array, log_a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ModeState]:
+    """One token of `s4d`: x [B, H]; returns y [B, H] and the new state."""
+    arrays = {"x": x, "log_a": log_a, "b": b, "c": c, "d": d}
+    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty), _token)
+
+
+_FORMS = ("recurrent", "associative", "chunkwise")
+dispatch.register(dispatch.Mixer("s4d", s4d, s4d_step, _empty, _ARGUMENTS, _FORMS, output="B T H"))
