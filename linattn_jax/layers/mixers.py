@@ -31,10 +31,11 @@ from linattn_jax.mixers.delta import delta_rule, gated_delta_rule, kaczmarz
 from linattn_jax.mixers.gla import gla
 from linattn_jax.mixers.linear import linear_attention
 from linattn_jax.mixers.softmax import KVCache, softmax_attention, softmax_attention_init
-from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init
+from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init, serializable
 from linattn_jax.types import Array
 
 
+@serializable
 class LayerState(NamedTuple):
     """What a layer with a short convolution carries: its last inputs [B, W - 1, channels] and the mixer's state."""
 

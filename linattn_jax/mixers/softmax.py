@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from linattn_jax.mixers.chunking import Segments, find_segments
+from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Array, check_float, check_integer, check_shape
 
 
+@serializable
 class KVCache(NamedTuple):
     """Keys k [B, capacity, Hk, K], values v [B, capacity, Hk, V] and how many of them are real, length int32 [B]."""
 
