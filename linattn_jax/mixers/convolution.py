@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from linattn_jax import debug
 from linattn_jax.mixers.chunking import Segments, find_segments
 from linattn_jax.types import Array, check_float, check_shape
 
@@ -65,6 +66,8 @@ def short_convolution(
             raise ValueError(f"initial_state: shape {seen} given, wanted [B, W - 1, D] = {wanted}.")
         history = initial_state.astype(dtype)
     segments = find_segments(segment_ids, initial_segment_id, batch, length)
+    debug.check_inputs("short_convolution", {"x": x}, None if segments is None else segments.valid)
+    debug.check_inputs("short_convolution", {"initial_state": history}, None)
     if length == 0:
         return x, history
     weight = weight.astype(dtype)

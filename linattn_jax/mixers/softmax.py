@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from linattn_jax import debug
 from linattn_jax.mixers.chunking import Segments, find_segments
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Array, check_float, check_integer, check_shape
@@ -136,6 +137,7 @@ def softmax_attention(
         raise ValueError(f"window: {window} given, wanted at least 1.")
     batch, length = q.shape[:2]
     segments = find_segments(segment_ids, initial_segment_id, batch, length)
+    debug.check_inputs("softmax_attention", {"q": q, "k": k, "v": v}, None if segments is None else segments.valid)
     if length == 0:
         return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), initial_state
     if segments is None and initial_state is None:
@@ -153,6 +155,8 @@ def softmax_attention(
         slot = jnp.arange(capacity)[None, :]
         held = slot < initial_state.length[:, None]
         old = _visible(document, rank, valid, 0 * slot, slot - initial_state.length[:, None], held, window)
+        cached = {"initial_state.k": initial_state.k, "initial_state.v": initial_state.v}
+        debug.check_inputs("softmax_attention", cached, held)
         keep = held[..., None, None]
         keys = jnp.concatenate([jnp.where(keep, initial_state.k, 0).astype(k.dtype), k], axis=1)
         values = jnp.concatenate([jnp.where(keep, initial_state.v, 0).astype(v.dtype), v], axis=1)
