@@ -19,6 +19,7 @@ from linattn_jax import gates
 from linattn_jax.layers.common import (
     RMSNorm,
     ShortConvolution,
+    check_call,
     fan_in_uniform,
     heads,
     linear,
@@ -98,6 +99,7 @@ class _DeltaLayer(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, LayerState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         packing = {"segment_ids": segment_ids, "initial_segment_id": initial_segment_id}
         keys = self.key_heads * self.key_size
@@ -198,6 +200,7 @@ class GLA(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, MatrixState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         log_decay = gates.logsigmoid_log_decay(heads(self.decay_up(self.decay_down(x)), self.key_heads))
         y, state = gla(
@@ -255,6 +258,7 @@ class LinearAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, NormalizedState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
 
         def feature(y: Array) -> Array:
@@ -326,6 +330,7 @@ class SoftmaxAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         q, k, v = heads(self.query(x), self.num_heads), heads(self.key(x), self.key_heads), self.value(x)
         if self.qk_norm:
