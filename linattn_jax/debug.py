@@ -11,9 +11,8 @@ ValueError: simple_gla: log_decay is positive somewhere, wanted natural logs in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -23,36 +22,33 @@ from jax.experimental import checkify
 
 from linattn_jax.types import Array
 
-_ON: ContextVar[bool] = ContextVar("linattn_jax_value_checks", default=False)
+# JAX's caches know of it: what was compiled with the checks off is traced anew where they are on, and the other way.
+_ON = jax.make_user_context(False)
 
 
-@contextmanager
-def value_checks(on: bool = True) -> Iterator[None]:
+def value_checks(on: bool = True) -> AbstractContextManager[None]:
     """Mixers traced inside state what their values must be, for `jax.experimental.checkify` to find where they are not.
 
     What is traced inside must run under `checkify.checkify`; `checked` does both.
     """
-    token = _ON.set(on)
-    try:
-        yield
-    finally:
-        _ON.reset(token)
+    return _ON(on)
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled with value checks, raising ValueError with the first that fails.
 
     Arguments must be arrays or pytrees of arrays; bind options first, with functools.partial. Checks are of the inputs
-    of every linear or delta-rule mixer called inside, not of states, single steps, convolutions or softmax attention:
-    NaN and infinities among real tokens, a positive log_decay, a step beta ||k||^2 or eta outside [0, 2]. Give it a
-    function that jax.jit has not compiled: in one that it has nothing is checked, and one first compiled here fails
-    elsewhere.
+    of every mixer and short convolution called inside, and of the states of softmax attention and the convolution, not
+    of other states or of single steps of other mixers: NaN and infinities among real tokens, a positive log_decay, a
+    step beta ||k||^2 or eta outside [0, 2]. Check the forward pass: of a scan that is differentiated, such as the
+    decoder's layers, JAX loses checks.
     """
+    compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))
 
     @wraps(function)
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         with value_checks():
-            error, result = jax.jit(checkify.checkify(function, errors=checkify.user_checks))(*arguments)
+            error, result = compiled(*arguments, **keywords)
         message = error.get()
         if message is not None:
             raise ValueError(message.split(" (`check` failed)")[0])
@@ -63,7 +59,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_inputs(name: str, inputs: dict[str, Array], valid: Array | None) -> None:
     """States what the inputs [B, T, ...] of a mixer must be at its real tokens (`valid` [B, T], None for all)."""
-    if not _ON.get():
+    if not _ON.value:
         return
 
     def every(ok: Array) -> Array:
@@ -81,7 +77,7 @@ def check_inputs(name: str, inputs: dict[str, Array], valid: Array | None) -> No
 
 def check_step(name: str, step: Array, valid: Array | None) -> None:
     """States that the delta rule's step [B, T, H], relative to an exact projection, is in [0, 2] at real tokens."""
-    if not _ON.get():
+    if not _ON.value:
         return
     ok = (step >= 0) & (step <= 2 + 1e-3)  # the rounding of keys in bfloat16 is not the user's doing
     if valid is not None:

@@ -3,11 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import call, make_inputs, sequences
 
+from linattn_jax import softmax_attention, softmax_attention_init
 from linattn_jax.debug import checked
+from linattn_jax.mixers.convolution import short_convolution
 from linattn_jax.mixers.dispatch import MIXERS
 
 IDS = np.array([[0] * 7 + [-1]] * 2, np.int32)
@@ -47,6 +50,40 @@ def test_bad_values_are_found(name):
         bad[:, 2] = value
         with pytest.raises(ValueError, match=f"{name}: .*{match}"):
             run(name, good | {key: bad})
+
+
+def test_what_was_compiled_before_is_checked_and_stays_usable():
+    """Checks are no part of what is compiled outside, whichever is compiled first; keywords are arguments."""
+    good = make_inputs("kaczmarz", T=8)
+    bad = good | {"eta": good["eta"] + 3}
+    for first in ("outside", "inside"):
+        compiled = jax.jit(lambda x: call("kaczmarz", x))
+        if first == "outside":
+            compiled(bad)
+        run = checked(lambda x, ids: compiled(x)[0] * (ids >= 0)[..., None, None])
+        with pytest.raises(ValueError, match=r"kaczmarz: .*outside"):
+            run(bad, ids=IDS)
+        np.testing.assert_array_equal(run(good, ids=IDS)[:, :7], compiled(good)[0][:, :7])
+        compiled(bad)
+
+
+def test_softmax_attention_and_the_convolution():
+    """With their states; what a cache holds beyond its length is not looked at."""
+    q, history = np.ones((2, 8, 1, 2), np.float32), np.ones((2, 3, 2), np.float32)
+    cache = softmax_attention_init(2, 1, 2, 2, capacity=9)._replace(length=jnp.full(2, 1))
+    attend = checked(lambda q, cache, ids: softmax_attention(q, q, q, initial_state=cache, segment_ids=ids))
+    convolve = checked(lambda x, past, ids: short_convolution(x, q[0, :4, 0], initial_state=past, segment_ids=ids))
+    nan = {at: np.where(np.arange(8) == at, np.nan, np.ones((2, 8), np.float32)) for at in (2, 7)}
+    attend(q * nan[7][..., None, None], cache._replace(k=cache.k.at[:, 1:].set(np.nan)), IDS)
+    convolve(nan[7][..., None] * q[..., 0, :], history, IDS)
+    with pytest.raises(ValueError, match="softmax_attention: q is NaN or infinite"):
+        attend(q * nan[2][..., None, None], cache, IDS)
+    with pytest.raises(ValueError, match=r"softmax_attention: initial_state\.v is NaN or infinite"):
+        attend(q, cache._replace(v=cache.v.at[:, 0].set(np.inf)), IDS)
+    with pytest.raises(ValueError, match="short_convolution: x is NaN or infinite"):
+        convolve(nan[2][..., None] * q[..., 0, :], history, IDS)
+    with pytest.raises(ValueError, match="short_convolution: initial_state is NaN or infinite"):
+        convolve(q[..., 0, :], history * np.float32(np.nan), IDS)
 
 
 def test_off_means_off():

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from linattn_jax.mixers.convolution import short_convolution, short_convolution_init
-from linattn_jax.types import Array, check_integer, check_shape
+from linattn_jax.mixers.softmax import KVCache
+from linattn_jax.types import Array, check_float, check_integer, check_shape, check_state
 
 
 def fan_in_uniform(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -54,6 +55,17 @@ def mask_padding(x: Array, segment_ids: Array | None) -> Array:
     check_integer("segment_ids", segment_ids)
     check_shape("segment_ids", segment_ids, "B T", {"B": x.shape[0], "T": x.shape[1]})
     return jnp.where((segment_ids >= 0)[..., None], x, jnp.zeros((), x.dtype))
+
+
+def check_call(layer: Any, x: Array, state: Any) -> None:
+    """Checks what every layer is called with: x [B, T, D] and None or a state like those of its `init_state`."""
+    check_float("x", x)
+    width = layer.query.in_features
+    if x.ndim != 3 or x.shape[2] != width:
+        raise ValueError(f"x: shape {tuple(x.shape)} given, wanted [B, T, D] with D = {width}.")
+    if state is not None:
+        capacity = state.k.shape[1] if isinstance(state, KVCache) and jnp.ndim(state.k) > 1 else 1
+        check_state(state, jax.eval_shape(lambda: layer.init_state(x.shape[0], capacity)), "state")
 
 
 class ShortConvolution(nnx.Module):

@@ -19,6 +19,7 @@ from linattn_jax import gates
 from linattn_jax.layers.common import (
     RMSNorm,
     ShortConvolution,
+    check_call,
     fan_in_uniform,
     heads,
     linear,
@@ -31,10 +32,11 @@ from linattn_jax.mixers.delta import delta_rule, gated_delta_rule, kaczmarz
 from linattn_jax.mixers.gla import gla
 from linattn_jax.mixers.linear import linear_attention
 from linattn_jax.mixers.softmax import KVCache, softmax_attention, softmax_attention_init
-from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init
+from linattn_jax.mixers.state import MatrixState, NormalizedState, matrix_init, normalized_init, serializable
 from linattn_jax.types import Array
 
 
+@serializable
 class LayerState(NamedTuple):
     """What a layer with a short convolution carries: its last inputs [B, W - 1, channels] and the mixer's state."""
 
@@ -97,6 +99,7 @@ class _DeltaLayer(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, LayerState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         packing = {"segment_ids": segment_ids, "initial_segment_id": initial_segment_id}
         keys = self.key_heads * self.key_size
@@ -197,6 +200,7 @@ class GLA(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, MatrixState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         log_decay = gates.logsigmoid_log_decay(heads(self.decay_up(self.decay_down(x)), self.key_heads))
         y, state = gla(
@@ -254,6 +258,7 @@ class LinearAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, NormalizedState]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
 
         def feature(y: Array) -> Array:
@@ -325,6 +330,7 @@ class SoftmaxAttention(nnx.Module):
         segment_ids: Array | None = None,
         initial_segment_id: Array | None = None,
     ) -> tuple[Array, KVCache | None]:
+        check_call(self, x, state)
         x = mask_padding(x, segment_ids)
         q, k, v = heads(self.query(x), self.num_heads), heads(self.key(x), self.key_heads), self.value(x)
         if self.qk_norm:

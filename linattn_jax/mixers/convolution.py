@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from linattn_jax import debug
 from linattn_jax.mixers.chunking import Segments, find_segments
 from linattn_jax.types import Array, check_float, check_shape
 
@@ -53,11 +55,15 @@ def short_convolution(
     sizes = {"B": batch, "T": length, "D": channels, "W": width, "W - 1": width - 1}
     if weight.shape[1] != channels:
         raise ValueError(f"weight: shape {tuple(weight.shape)} given, wanted [W, D] with D = {channels}.")
+    if width < 1:
+        raise ValueError(f"weight: shape {tuple(weight.shape)} given, wanted [W, D] with W >= 1.")
     if bias is not None:
+        check_float("bias", bias)
         check_shape("bias", bias, "D", sizes)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     if initial_state is None:
-        history = short_convolution_init(batch, channels, width, dtype=dtype)
+        # Zeros that lie as x lies, where the mesh is explicit.
+        history = jnp.pad(x[:, :0].astype(dtype), [(0, 0), (width - 1, 0), (0, 0)])
     else:
         check_float("initial_state", initial_state)
         if tuple(initial_state.shape) != (batch, width - 1, channels):
@@ -65,6 +71,8 @@ def short_convolution(
             raise ValueError(f"initial_state: shape {seen} given, wanted [B, W - 1, D] = {wanted}.")
         history = initial_state.astype(dtype)
     segments = find_segments(segment_ids, initial_segment_id, batch, length)
+    debug.check_inputs("short_convolution", {"x": x}, None if segments is None else segments.valid)
+    debug.check_inputs("short_convolution", {"initial_state": history}, None)
     if length == 0:
         return x, history
     weight = weight.astype(dtype)
@@ -108,7 +116,7 @@ def _convolve(
         for tap in range(width):
             y = y + weight[tap] * extended[:, tap : tap + length]
         return y, extended[:, length:]
-    numbers = jnp.concatenate([jnp.zeros_like(document, shape=(x.shape[0], width - 1)), document], axis=1)
+    numbers = jnp.pad(document, [(0, 0), (width - 1, 0)])
     y = jnp.zeros((*x.shape[:2], 1), history.dtype)
     for tap in range(width):
         same = numbers[:, tap : tap + length] == document
@@ -121,8 +129,7 @@ def _convolve(
 
 def _permute(x: Array, order: Array) -> Array:
     """x [B, T, D] in another order along T; as indices are unique its gradient, a scatter, is deterministic."""
-    rows = jnp.arange(x.shape[0])[:, None]
-    return x.at[rows, order].get(mode="promise_in_bounds", unique_indices=True)
+    return jax.vmap(lambda row, at: row.at[at].get(mode="promise_in_bounds", unique_indices=True))(x, order)
 
 
 def short_convolution_step(state: Array, x: Array, weight: Array, bias: Array | None = None) -> tuple[Array, Array]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numbers
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
+from linattn_jax import debug
 from linattn_jax.mixers.chunking import Segments, find_segments
-from linattn_jax.types import Array, check_float, check_integer, check_shape
+from linattn_jax.mixers.state import serializable
+from linattn_jax.types import Array, check_float, check_integer, check_scale, check_shape
 
 
+@serializable
 class KVCache(NamedTuple):
     """Keys k [B, capacity, Hk, K], values v [B, capacity, Hk, V] and how many of them are real, length int32 [B]."""
 
@@ -31,24 +37,44 @@ def softmax_attention_init(
     )
 
 
-def _check(q: Array, k: Array, v: Array, cache: KVCache | None, implementation: str | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def _check(
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: KVCache | None,
+    scale: float | Array | None,
+    window: int | None,
+    implementation: str | None,
+) -> None:
+    if cache is not None and not isinstance(cache, KVCache):
+        raise TypeError(f"initial_state: {type(cache).__name__} given, wanted KVCache.")
+    cached = () if cache is None else (("initial_state.k", cache.k), ("initial_state.v", cache.v))
+    for name, x in (("q", q), ("k", k), ("v", v), *cached):
         check_float(name, x)
         if x.ndim != 4:
             shape = tuple(x.shape)
             raise ValueError(f"{name}: rank {x.ndim} (shape {shape}) given, wanted rank 4, [B, T, heads, size].")
+    for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {x.dtype} given, wanted that of q, {q.dtype}.")
     sizes = {"B": q.shape[0], "T": q.shape[1], "H": q.shape[2], "K": q.shape[3], "Hk": k.shape[2], "V": v.shape[3]}
     check_shape("k", k, "B T Hk K", sizes)
     check_shape("v", v, "B T Hk V", sizes)
+    if min(sizes["H"], sizes["Hk"], sizes["K"], sizes["V"]) < 1:
+        raise ValueError(f"q and v: shapes {tuple(q.shape)} and {tuple(v.shape)} given, wanted heads and sizes >= 1.")
     if sizes["H"] % sizes["Hk"]:
         raise ValueError(f"q: {sizes['H']} query heads given, wanted a multiple of the {sizes['Hk']} heads of k and v.")
+    if scale is not None:
+        check_scale(scale)
+    if window is not None and (not isinstance(window, numbers.Integral) or isinstance(window, bool)):
+        raise TypeError(f"window: {window!r} given, wanted an integer of at least 1 or None.")
+    if window is not None and window < 1:
+        raise ValueError(f"window: {window} given, wanted at least 1.")
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(f"implementation: {implementation!r} given, wanted None, 'xla' or 'cudnn'.")
+    if implementation == "cudnn" and isinstance(scale, jax.Array):
+        raise NotImplementedError("softmax_attention has no implementation 'cudnn' here: scale is an array.")
     if cache is not None:
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"initial_state: {type(cache).__name__} given, wanted KVCache.")
         sizes["capacity"] = cache.k.shape[1]
         check_shape("initial_state.k", cache.k, "B capacity Hk K", sizes)
         check_shape("initial_state.v", cache.v, "B capacity Hk V", sizes)
@@ -56,7 +82,9 @@ def _check(q: Array, k: Array, v: Array, cache: KVCache | None, implementation: 
         check_shape("initial_state.length", cache.length, "B", sizes)
         if sizes["T"] > sizes["capacity"]:
             capacity, length = sizes["capacity"], sizes["T"]
-            raise ValueError(f"initial_state: capacity {capacity} given, wanted at least the {length} tokens.")
+            raise ValueError(
+                f"initial_state: capacity {capacity} given, wanted at least the {length} tokens, padding counted."
+            )
 
 
 def _attend(
@@ -64,32 +92,43 @@ def _attend(
     k: Array,
     v: Array,
     mask: Array | None,
-    scale: float | None,
+    scale: float | Array | None,
     window: int | None,
     implementation: str | None,
 ) -> Array:
     """JAX's attention for any value size: causal where mask is None, else by mask [B, 1, T, S] alone."""
     size, value_size = q.shape[-1], v.shape[-1]
     wide = max(size, value_size)
+    factor: Any = size**-0.5 if scale is None else scale
 
     def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, 0)] * 3 + [(0, wide - x.shape[-1])])
 
-    if implementation is None and jax.default_backend() == "gpu":
-        # What cuDNN's flash attention takes; everything else is XLA's.
-        served = q.dtype in (jnp.float16, jnp.bfloat16) and wide <= 128 and wide % 8 == 0
-        implementation = "cudnn" if served else "xla"
-    output = jax.nn.dot_product_attention(
-        pad(q),
-        pad(k),
-        pad(v),
-        mask=mask,
-        scale=size**-0.5 if scale is None else scale,
-        is_causal=mask is None,
-        local_window_size=None if window is None or mask is not None else (window - 1, 0),
-        implementation=implementation,  # type: ignore[arg-type]
-    )
-    return output[..., :value_size]
+    def attend(implementation: Any, q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+        output = jax.nn.dot_product_attention(
+            pad(q),
+            pad(k),
+            pad(v),
+            mask=mask,
+            scale=factor,
+            is_causal=mask is None,
+            local_window_size=None if window is None or mask is not None else (window - 1, 0),
+            implementation=implementation,
+        )
+        return output[..., :value_size]
+
+    xla, cudnn = partial(attend, "xla"), partial(attend, "cudnn")
+    if implementation is not None:
+        return attend(implementation, q, k, v, mask)
+    # What cuDNN's flash attention takes, forward and backward (which wants even lengths); everything else is XLA's.
+    served = q.dtype in (jnp.float16, jnp.bfloat16) and wide <= 128 and wide % 8 == 0
+    if served and q.shape[1] % 2 == k.shape[1] % 2 == 0 and not isinstance(scale, jax.Array):
+        try:
+            jax.eval_shape(cudnn, q, k, v, mask)
+        except RuntimeError:  # JAX can trace it only where cuDNN is installed
+            return xla(q, k, v, mask)
+        return lax.platform_dependent(q, k, v, mask, cuda=cudnn, default=xla)
+    return xla(q, k, v, mask)
 
 
 def softmax_attention(
@@ -97,7 +136,7 @@ def softmax_attention(
     k: Array,
     v: Array,
     *,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     window: int | None = None,
     initial_state: KVCache | None = None,
     segment_ids: Array | None = None,
@@ -108,12 +147,15 @@ def softmax_attention(
 
     Args:
         q: [B, T, H, K]; k: [B, T, Hk, K]; v: [B, T, Hk, V]; query head h reads key head h // (H // Hk).
-        scale: multiplies q . k; default K ** -0.5.
+        scale: multiplies q . k, a number or an array of rank 0; default K ** -0.5.
         window: tokens that a query sees, itself included; default all.
         initial_state: a cache of earlier tokens (`softmax_attention_init` makes an empty one). Only with it is a cache
-            returned. Tokens beyond its capacity are dropped from it and wrongly missing from later reads.
+            returned. Its capacity is at least T, padding counted; tokens that do not fit behind those it holds are
+            dropped and wrongly missing from later reads.
         segment_ids, initial_segment_id: as for `delta_rule`: attention stays within a document, negative ids are inert.
-        implementation: "xla", "cudnn" or None (cuDNN for 16-bit inputs on NVIDIA GPUs where it serves the sizes).
+        implementation: "xla", "cudnn" or None: cuDNN in programs lowered for NVIDIA GPUs where it is installed and
+            serves the call (16 bits, even lengths, a number for `scale`), else XLA. Through cuDNN there is no jvp, and
+            jax.export wants to be told that its custom calls may stay.
 
     Returns:
         Output [B, T, H, V] in q.dtype, and the cache holding the last document's tokens, or None. The softmax itself is
@@ -129,17 +171,19 @@ def softmax_attention(
     >>> output[0, :, 0, 0].tolist(), cache
     ([1.0, 1.5, 3.0], None)
     """
-    _check(q, k, v, initial_state, implementation)
-    if window is not None and window < 1:
-        raise ValueError(f"window: {window} given, wanted at least 1.")
+    _check(q, k, v, initial_state, scale, window, implementation)
     batch, length = q.shape[:2]
     segments = find_segments(segment_ids, initial_segment_id, batch, length)
+    if scale is not None and not isinstance(scale, jax.Array):
+        scale = float(scale)
+    debug.check_inputs("softmax_attention", {"q": q, "k": k, "v": v}, None if segments is None else segments.valid)
     if length == 0:
         return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), initial_state
     if segments is None and initial_state is None:
         return _attend(q, k, v, None, scale, window, implementation), None
     if segments is None:
-        segments = Segments(jnp.ones((batch, length), bool), jnp.zeros((batch, length), bool))
+        nowhere = jnp.zeros_like(q[:, :, 0, 0], bool)
+        segments = Segments(~nowhere, nowhere)
     valid, reset = segments
     q, k, v = (jnp.where(valid[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (q, k, v))
     document = jnp.cumsum(reset.astype(jnp.int32), axis=1)
@@ -151,6 +195,8 @@ def softmax_attention(
         slot = jnp.arange(capacity)[None, :]
         held = slot < initial_state.length[:, None]
         old = _visible(document, rank, valid, 0 * slot, slot - initial_state.length[:, None], held, window)
+        cached = {"initial_state.k": initial_state.k, "initial_state.v": initial_state.v}
+        debug.check_inputs("softmax_attention", cached, held)
         keep = held[..., None, None]
         keys = jnp.concatenate([jnp.where(keep, initial_state.k, 0).astype(k.dtype), k], axis=1)
         values = jnp.concatenate([jnp.where(keep, initial_state.v, 0).astype(v.dtype), v], axis=1)
@@ -191,9 +237,13 @@ def _extend(cache: KVCache, k: Array, v: Array, valid: Array, document: Array) -
 
 
 def softmax_attention_step(
-    state: KVCache, q: Array, k: Array, v: Array, *, scale: float | None = None, window: int | None = None
+    state: KVCache, q: Array, k: Array, v: Array, *, scale: float | Array | None = None, window: int | None = None
 ) -> tuple[Array, KVCache]:
     """One token of `softmax_attention`: q [B, H, K], k [B, Hk, K], v [B, Hk, V]; returns output, cache."""
+    if not isinstance(state, KVCache):
+        raise TypeError(f"state: {type(state).__name__} given, wanted KVCache.")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_float(name, x)
     q, k, v = (x[:, None] for x in (q, k, v))
     output, cache = softmax_attention(q, k, v, scale=scale, window=window, initial_state=state)
     assert cache is not None

@@ -6,17 +6,25 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import export
 from jax.typing import DTypeLike
 
 from linattn_jax.types import Array
 
 
+def serializable[State](state: type[State]) -> type[State]:
+    """A state that programs exported by `jax.export` may take and return, and yet be serialised."""
+    return export.register_namedtuple_serialization(state, serialized_name=f"linattn_jax.{state.__name__}")
+
+
+@serializable
 class MatrixState(NamedTuple):
     """The memory of a matrix-valued recurrence: S [B, H, K, V], rows are key channels."""
 
     S: Array
 
 
+@serializable
 class NormalizedState(NamedTuple):
     """A memory S [B, H, K, V] and the sum of its keys z [B, Hk, K], which normalises reads."""
 

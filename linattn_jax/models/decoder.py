@@ -139,6 +139,7 @@ class Decoder(nnx.Module):
         check_integer("tokens", tokens)
         if tokens.ndim != 2:
             raise ValueError(f"tokens: shape {tuple(tokens.shape)} given, wanted [B, T].")
+        self._check_state(state)
         x = mask_padding(self.embedding[...][tokens].astype(self.config.dtype), segment_ids)
         packing = {"segment_ids": segment_ids, "initial_segment_id": initial_segment_id}
         graph, parameters = nnx.split(self.stack)
@@ -150,6 +151,17 @@ class Decoder(nnx.Module):
             body = jax.checkpoint(body, policy=POLICIES[self.config.remat], prevent_cse=False)
         x, state = lax.scan(body, x, (parameters, state))
         return self.norm(x), state
+
+    def _check_state(self, state: Any) -> None:
+        """Checks what the layers cannot, who see their own slices only: one state per layer of a period, stacked."""
+        if state is None:
+            return
+        if not isinstance(state, tuple | list) or hasattr(state, "_fields") or len(state) != self.period:
+            raise TypeError(f"state: {type(state).__name__} given, wanted {self.period} layer states of init_state.")
+        for path, leaf in jax.tree.leaves_with_path(state):
+            if jnp.shape(leaf)[:1] != (self.repeats,):
+                name = f"state{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{name}: shape {jnp.shape(leaf)} given, wanted {self.repeats} layers along axis 0.")
 
     def unembedding(self) -> Array:
         """float32 [D, vocab_size], the matrix that maps hidden states to logits."""

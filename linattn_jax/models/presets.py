@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from linattn_jax.layers import LAYERS
@@ -24,7 +26,7 @@ KNOWN = {
 class DecoderConfig:
     """What a decoder is made of; see `Decoder`.
 
-    mixers: names of `LAYERS`, repeated to the number of layers, so ("kla", "kla", "softmax") is a hybrid.
+    mixers: a name of `LAYERS`, or several, repeated to the number of layers: ("kla", "kla", "softmax") is a hybrid.
     head_size, value_size: K and V per head before a mixer's own expansion (GLA halves K); value_size 0 means head_size.
     key_heads: heads of q and k (of k and v for softmax), 0 means heads.
     mlp_width: hidden channels of SwiGLU; 0 means 8/3 width rounded up to a multiple of 256.
@@ -49,10 +51,14 @@ class DecoderConfig:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in self.mixers:
-            if name not in LAYERS:
+        if not isinstance(self.mixers, str | tuple | list):
+            raise UserError(f"model.mixers is {self.mixers!r}, wanted names of mixers.")
+        mixers = (self.mixers,) if isinstance(self.mixers, str) else tuple(self.mixers)
+        object.__setattr__(self, "mixers", mixers)
+        for name in mixers:
+            if name not in tuple(LAYERS):
                 raise UserError(f"mixer {name!r} is not known; known are {', '.join(sorted(LAYERS))}.")
-        if not self.mixers:
+        if not mixers:
             raise UserError("model.mixers is empty; name at least one mixer.")
         for field, allowed in KNOWN.items():
             if getattr(self, field) not in allowed:
@@ -60,8 +66,11 @@ class DecoderConfig:
                 raise UserError(f"model.{field} {getattr(self, field)!r} is not known; known are {names}.")
         least = dict.fromkeys(("vocab_size", "layers", "width", "heads", "head_size"), 1)
         for field, wanted in (least | dict.fromkeys(("value_size", "key_heads", "mlp_width"), 0)).items():
-            if getattr(self, field) < wanted:
-                raise UserError(f"model.{field} is {getattr(self, field)}, wanted at least {wanted}.")
+            value = getattr(self, field)
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < wanted:
+                raise UserError(f"model.{field} is {value!r}, wanted an integer of at least {wanted}.")
+        if not isinstance(self.norm_eps, Real) or not 0 < self.norm_eps < math.inf:
+            raise UserError(f"model.norm_eps is {self.norm_eps!r}, wanted a positive number.")
         if self.key_heads and self.heads % self.key_heads:
             raise UserError(f"model.heads {self.heads} is not a multiple of model.key_heads {self.key_heads}.")
 
@@ -107,7 +116,4 @@ def decoder_config(model: Mapping[str, Any], vocab_size: int, dtype: str) -> Dec
     if preset not in PRESETS:
         raise UserError(f"size {preset!r} is not known; known are {', '.join(PRESETS)}.")
     values = PRESETS[preset] | {key: value for key, value in values.items() if value is not None}
-    if isinstance(values.get("mixers"), str):
-        values["mixers"] = (values["mixers"],)
-    values["mixers"] = tuple(values.get("mixers", ("kla",)))
     return DecoderConfig(vocab_size=vocab_size, dtype=dtype, **values)

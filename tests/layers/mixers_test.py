@@ -1,6 +1,7 @@
 """Every mixer layer against a float64 forward pass on its own parameters: packing, padding, state, gradients, init."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,6 +233,10 @@ def test_state_of_softmax_needs_a_capacity():
         build("softmax")[2].init_state(1)
 
 
+class Odd(NamedTuple):
+    odd: np.ndarray
+
+
 def test_bad_input_is_named():
     x = inputs()
     for name in LAYERS:
@@ -239,6 +244,21 @@ def test_bad_input_is_named():
             build(name)[2](x, segment_ids=IDS[:, :5])
         with pytest.raises(TypeError, match=r"segment_ids: dtype float32"):
             build(name)[2](x, segment_ids=IDS.astype(np.float32))
+        narrow = jax.tree.map(lambda s: s.astype(np.int8), empty(name))
+        for error, match, arguments in (
+            (TypeError, "x: dtype int8 given", {"x": x.astype(np.int8)}),
+            (TypeError, "x: list given", {"x": [1.0]}),
+            (ValueError, r"x: shape \(2, 9, 5\) given, wanted \[B, T, D\] with D = 10", {"x": x[..., :5]}),
+            (ValueError, r"x: shape \(9, 10\) given, wanted \[B, T, D\]", {"x": x[0]}),
+            (TypeError, r"state: tuple given, wanted \w+\('\w+'", {"state": (x, x)}),
+            (TypeError, r"state: Odd given, wanted", {"state": Odd(x)}),
+            (ValueError, r"state\.[\w.]+: shape \(2, .* given, wanted \(1, ", {"x": x[:1], "state": empty(name)}),
+            (TypeError, r"state\.[\w.]+: dtype int8", {"state": narrow}),
+        ):
+            with pytest.raises(error, match=match):
+                build(name)[2](**({"x": x} | arguments))
+    with pytest.raises(TypeError, match=r"state\.memory: ndarray given, wanted MatrixState"):
+        build("kla")[2](x, state=empty("kla")._replace(memory=x))
     with pytest.raises(ValueError, match="key_size: 5 given, wanted an even number"):
         LAYERS["softmax"](D, 2, 5, 4, rngs=nnx.Rngs(0))
 

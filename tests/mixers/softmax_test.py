@@ -317,6 +317,68 @@ def test_bad_input_is_named():
     refused(TypeError, r"initial_state.length: dtype float32", initial_state=empty._replace(length=jnp.zeros(2)))
     refused(
         ValueError,
-        r"initial_state: capacity 8 given, wanted at least the 9 tokens",
+        r"initial_state: capacity 8 given, wanted at least the 9 tokens, padding counted",
         initial_state=softmax_attention_init(2, 2, 6, 5, capacity=8),
     )
+    refused(TypeError, r"initial_state.k: dtype int32", initial_state=empty._replace(k=empty.k.astype(np.int32)))
+    refused(TypeError, r"initial_state.v: list given", initial_state=empty._replace(v=[1.0]))
+    refused(ValueError, r"initial_state.k: rank 3", initial_state=empty._replace(k=empty.k[0]))
+    refused(ValueError, r"wanted heads and sizes >= 1", k=x["k"][:, :, :0], v=x["v"][:, :, :0])
+    refused(ValueError, r"wanted heads and sizes >= 1", q=x["q"][..., :0], k=x["k"][..., :0])
+    for window in (2.5, True, "3", np.float32(2)):
+        refused(TypeError, r"window: .* given, wanted an integer of at least 1 or None", window=window)
+    for scale in ("1", True, 1j, [1.0]):
+        refused(TypeError, r"scale: \w+ given, wanted a real number", scale=scale)
+    refused(TypeError, r"scale: dtype int32", scale=jnp.ones((), jnp.int32))
+    refused(ValueError, r"scale: shape \(4,\) given, wanted one number", scale=np.ones(4, np.float32))
+    refused(NotImplementedError, r"scale is an array", scale=jnp.float32(1), implementation="cudnn")
+    with pytest.raises(TypeError, match="state: NoneType given, wanted KVCache"):
+        softmax_attention_step(None, *(x[key][:, 0] for key in "qkv"))
+    with pytest.raises(TypeError, match="v: list given"):
+        softmax_attention_step(empty, x["q"][:, 0], x["k"][:, 0], [1.0])
+
+
+def test_scale_may_be_traced():
+    """And differentiated: against central differences of the float64 loop."""
+    x, weights = make(), np.random.default_rng(1).standard_normal((2, 9, 4, 5))
+
+    def loss(scale):
+        return jnp.sum(softmax_attention(**x, scale=scale)[0] * weights.astype(np.float32))
+
+    ends = [reference_model.attention(**x, scale=0.3 + h)[0] for h in (1e-4, -1e-4)]
+    assert_close(jax.jit(jax.grad(loss))(0.3), np.sum((ends[0] - ends[1]) * weights) / 2e-4, 1e-4)
+
+
+CUDNN = [
+    ({}, {}, True),
+    ({}, {"scale": 0.5, "window": 3}, True),
+    ({}, {"scale": np.float32(0.5)}, True),
+    ({}, {"scale": jnp.float32(0.5)}, False),
+    ({"dtype": np.float32}, {}, False),
+    ({"V": 12}, {}, False),
+    ({"K": 136}, {}, False),
+    ({"T": 7}, {}, False),
+    ({}, {"segment_ids": np.zeros((2, 8), np.int32)}, True),
+    ({"T": 7}, {"segment_ids": np.zeros((2, 7), np.int32)}, False),
+    ({}, {"initial_state": softmax_attention_init(2, 2, 8, 8, capacity=9)}, False),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "served"), CUDNN)
+def test_cudnn_is_chosen_for_what_is_lowered(sizes, options, served, monkeypatch):
+    """Whatever machine lowers. A stand-in takes the place of cuDNN's attention, which JAX traces only where it is."""
+    ours = jax.nn.dot_product_attention
+
+    def stand_in(*args, implementation, **options):
+        output = ours(*args, implementation="xla", **options)
+        return jnp.cbrt(output) if implementation == "cudnn" else output
+
+    x = make(**({"T": 8, "K": 8, "V": 8, "dtype": jnp.bfloat16} | sizes))
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = softmax_attention(**x, **options)[0]
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+        np.testing.assert_array_equal(softmax_attention(**x, **options)[0], wanted)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for platform in ("cpu", "cuda"):
+        program = jax.export.export(jax.jit(lambda x: softmax_attention(**x, **options)), platforms=[platform])(x)
+        assert ("cbrt" in str(program.mlir_module())) == (served and platform == "cuda")

@@ -333,13 +333,20 @@ def test_boundaries_do_not_recompile():
 
 def test_bad_input_is_named():
     model = nnx.merge(*build(HYBRID))
-    tokens = inputs()
+    tokens, good = inputs(), empty(HYBRID)
+    one_layer = jax.tree.map(lambda s: s[0], good)
     for error, match, arguments in (
         (TypeError, "tokens: dtype float32", {"tokens": tokens.astype(np.float32)}),
         (TypeError, "tokens: list given", {"tokens": [1]}),
         (ValueError, r"tokens: shape \(9,\) given, wanted \[B, T\]", {"tokens": tokens[0]}),
         (ValueError, r"segment_ids: shape \(2, 5\) given, wanted \[B, T\] = \(2, 9\)", {"segment_ids": IDS[:, :5]}),
         (ValueError, "initial_segment_id: given without segment_ids", {"initial_segment_id": IDS[:, 0]}),
+        (TypeError, "tokens: dtype bool", {"tokens": tokens > 3}),
+        (TypeError, "state: tuple given, wanted 2 layer states", {"state": good[:1]}),
+        (TypeError, "state: LayerState given, wanted 2 layer states", {"state": good[0]}),
+        (TypeError, "state: KVCache given, wanted LayerState", {"state": good[::-1]}),
+        (ValueError, r"state\[0\].convolution: shape \(2, .* wanted 1 layers along axis 0", {"state": one_layer}),
+        (ValueError, r"state.convolution: shape \(2, .* given, wanted \(1, ", {"tokens": tokens[:1], "state": good}),
     ):
         with pytest.raises(error, match=match):
             model(**({"tokens": tokens} | arguments))

@@ -53,6 +53,7 @@ def test_overrides():
     assert config.mlp_channels == 1536
     assert decoder_config({"mixers": "gdn"}, 257, "float32").mixers == ("gdn",)
     assert decoder_config({"mixers": ["gla", "gdn"], "layers": 3}, 9, "float32").layer_mixers == ("gla", "gdn", "gla")
+    assert DecoderConfig(9, 1, 8, 1, mixers="kla") == DecoderConfig(9, 1, 8, 1, mixers=["kla"])
     assert decoder_config({}, 257, "float32").width == PRESETS["tiny"]["width"]
     assert decoder_config({"mlp_width": 40}, 257, "float32").mlp_channels == 40
 
@@ -68,10 +69,18 @@ def test_overrides():
         ({"remat": "some"}, r"model\.remat 'some' is not known; known are none, dots, full\."),
         ({"init": "xavier"}, r"model\.init 'xavier' is not known; known are fan_in_uniform, normal_002\."),
         ({"implementation": "cuda"}, r"model\.implementation 'cuda' is not known; known are .*chunkwise.*"),
-        ({"layers": 0}, r"model\.layers is 0, wanted at least 1\."),
-        ({"width": -1}, r"model\.width is -1, wanted at least 1\."),
-        ({"key_heads": -2}, r"model\.key_heads is -2, wanted at least 0\."),
-        ({"mlp_width": -1}, r"model\.mlp_width is -1, wanted at least 0\."),
+        ({"layers": 0}, r"model\.layers is 0, wanted an integer of at least 1\."),
+        ({"width": -1}, r"model\.width is -1, wanted an integer of at least 1\."),
+        ({"key_heads": -2}, r"model\.key_heads is -2, wanted an integer of at least 0\."),
+        ({"mlp_width": -1}, r"model\.mlp_width is -1, wanted an integer of at least 0\."),
+        ({"mlp_width": True}, r"model\.mlp_width is True, wanted an integer of at least 0\."),
+        ({"width": 64.0}, r"model\.width is 64\.0, wanted an integer of at least 1\."),
+        ({"layers": "4"}, r"model\.layers is '4', wanted an integer of at least 1\."),
+        ({"norm_eps": -1e-6}, r"model\.norm_eps is -1e-06, wanted a positive number\."),
+        ({"norm_eps": float("nan")}, r"model\.norm_eps is nan, wanted a positive number\."),
+        ({"norm_eps": "1e-6"}, r"model\.norm_eps is '1e-6', wanted a positive number\."),
+        ({"mixers": 3}, r"model\.mixers is 3, wanted names of mixers\."),
+        ({"mixers": [["kla"]]}, r"mixer \['kla'\] is not known"),
         ({"heads": 6, "key_heads": 4}, r"model\.heads 6 is not a multiple of model\.key_heads 4\."),
     ],
 )

@@ -1,0 +1,65 @@
+"""On a mesh of explicit axes the convolution and softmax attention give one device's numbers, rows where they lay."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+PROGRAM = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from linattn_jax import softmax_attention, softmax_attention_init
+from linattn_jax.mixers.convolution import short_convolution
+from tolerances import assert_close
+
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+x, history, filters = normal(4, 9, 3), normal(4, 3, 3), (normal(4, 3), normal(3))
+qkv = normal(4, 9, 4, 6), normal(4, 9, 2, 6), normal(4, 9, 2, 5)
+cache = softmax_attention_init(4, 2, 6, 5, capacity=9)
+
+@jax.jit
+def convolve(x, filters, packing):
+    return with_gradient(lambda x: short_convolution(x, *filters, **packing), x)
+
+@jax.jit
+def attend(qkv, packing):
+    return with_gradient(lambda qkv: softmax_attention(*qkv, **packing), qkv)
+
+def with_gradient(f, x):
+    def loss(x):
+        y, state = f(x)
+        return jnp.sum(y**2) + sum(jnp.sum(s**2) for s in jax.tree.leaves(state) if s.dtype == jnp.float32), (y, state)
+    return jax.grad(loss, has_aux=True)(x)
+
+def calls(rows, whole):
+    for packing in PACKINGS:
+        with_history = packing | {"initial_state": history}
+        with_cache = packing | {"initial_state": cache}
+        for p in (packing, with_history):
+            yield "convolution", p, convolve(rows(x), whole(filters), rows(p))
+        for p in (packing, with_cache):
+            yield "softmax", p, attend(rows(qkv), rows(p))
+
+PACKINGS = [{}]
+same = lambda tree: tree
+wanted = [out for _, _, out in calls(same, same)]
+mesh = jax.make_mesh((4,), ("data",))
+with jax.set_mesh(mesh):
+    put = lambda spec: lambda tree: jax.device_put(tree, NamedSharding(mesh, spec))
+    for (name, packing, seen), one in zip(calls(put(PartitionSpec("data")), put(PartitionSpec())), wanted, strict=True):
+        for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(one), strict=True):
+            assert a.sharding.spec[0] == "data", (name, packing.keys())
+            assert_close(a, b, 1e-5, f"{name} {list(packing)}")
+"""
+
+
+def test_explicit_mesh():
+    paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    environment = os.environ | {"PYTHONPATH": paths, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
