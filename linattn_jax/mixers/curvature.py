@@ -25,7 +25,7 @@ from linattn_jax.mixers import chunking, dispatch, gla
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
 from linattn_jax.mixers.delta import Rule, l2_normalize
-from linattn_jax.mixers.state import MatrixState, matrix_empty
+from linattn_jax.mixers.state import MatrixState, matrix_empty, serializable
 from linattn_jax.types import QKV, Argument, Array
 
 _GATE = Argument("B T Hk", "gate")
@@ -36,17 +36,19 @@ _GATED = QKV | {"log_decay": _SCALAR, "beta": _SCALAR, "gate": _GATE}
 _KACZMARZ = QKV | {"log_decay": _SCALAR, "eta": _SCALAR, "gate": _GATE}
 
 
+@serializable
 class CurvatureState(NamedTuple):
     """Of the keys so far: their weight count [B, Hk], mean [B, Hk, K] and scatter [B, Hk, K, K].
 
     scatter is sum_j w_j (k_j - mean) (k_j - mean)^T, so that Sigma = scatter / count.
     """
 
-    count: Array
+    count: Array  # type: ignore[assignment]
     mean: Array
     scatter: Array
 
 
+@serializable
 class CCQState(NamedTuple):
     """The state of the query's contraction, and the backbone's memory."""
 

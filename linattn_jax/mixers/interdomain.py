@@ -21,6 +21,7 @@ from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
 from linattn_jax.mixers.s4d import Span, make_span, mixed_product, mode_scores, real_product, write_modes
+from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
 _ARGUMENTS = {
@@ -33,6 +34,7 @@ _ARGUMENTS = {
 }
 
 
+@serializable
 class InterdomainState(NamedTuple):
     """The modes of keys and values: x [B, H, N, K + V], complex64 (complex128 for float64 inputs)."""
 

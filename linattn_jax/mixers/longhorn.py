@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
+from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array
 
 _ARGUMENTS = {
@@ -29,6 +30,7 @@ _ARGUMENTS = {
 }
 
 
+@serializable
 class LonghornState(NamedTuple):
     """The state of every channel: h [B, D, N]."""
 

@@ -19,12 +19,14 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
+from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
 _MODES = Argument("H N", "complex")
 _ARGUMENTS = {"x": Argument("B T H"), "log_a": _MODES, "b": _MODES, "c": _MODES, "d": Argument("H", "gate")}
 
 
+@serializable
 class ModeState(NamedTuple):
     """The modes of every channel: h [B, H, N], complex64 (complex128 for float64 inputs)."""
 
@@ -137,14 +139,14 @@ def _whole(call: Call, state: ModeState, x: dict[str, Array], segments: Segments
 
 
 def _chunk(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
-    p, x = call.parameters, x["x"]
-    span = make_span(p["log_a"], segments, x.shape[2])
-    weights = jnp.broadcast_to(p["c"][None, :, None], (1, p["c"].shape[0], x.shape[2], p["c"].shape[1]))
+    p, u = call.parameters, x["x"]
+    span = make_span(p["log_a"], segments, u.shape[2])
+    weights = jnp.broadcast_to(p["c"][None, :, None], (1, p["c"].shape[0], u.shape[2], p["c"].shape[1]))
     kernel = mode_scores(weights, p["b"], span, call.precision)
     carried = 2 * jnp.sum((span.power(span.position) * (p["c"] * state.h)[:, :, None]).real, axis=-1)
-    y = jnp.einsum("bhij,bhj->bhi", jnp.broadcast_to(kernel, (x.shape[0], *kernel.shape[1:])), x)
-    y = y + jnp.where((span.number == 0)[:, None], carried, 0) + p["d"][:, None] * x
-    h = write_modes(state.h[..., None], p["b"], x[..., None], span, call.precision)[..., 0]
+    y = jnp.einsum("bhij,bhj->bhi", jnp.broadcast_to(kernel, (u.shape[0], *kernel.shape[1:])), u)
+    y = y + jnp.where((span.number == 0)[:, None], carried, 0) + p["d"][:, None] * u
+    h = write_modes(state.h[..., None], p["b"], u[..., None], span, call.precision)[..., 0]
     return y, ModeState(h)
 
 

@@ -28,6 +28,7 @@ from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments, positive_inverse
 from linattn_jax.mixers.delta import delta_chunk, delta_states, l2_normalize
+from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array
 
 REFRESH = 64
@@ -40,6 +41,7 @@ _ARGUMENTS = {
 }
 
 
+@serializable
 class VariationalState(NamedTuple):
     """Penalty M and its inverse A [B, H, K, K], memory S [B, H, K, V], sum of keys z [B, H, K]."""
 
