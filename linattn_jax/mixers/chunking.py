@@ -302,7 +302,7 @@ def _cholesky_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tupl
 
 @jax.custom_jvp
 def positive_inverse(a: Array) -> Array:
-    """The inverse of a symmetric positive definite a [..., K, K], by Cholesky."""
+    """The inverse of a symmetric positive definite a [..., K, K], by Cholesky; its gradient is symmetric too."""
     lower = lax.linalg.cholesky(a, symmetrize_input=False)
     identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
     half = lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
@@ -312,4 +312,5 @@ def positive_inverse(a: Array) -> Array:
 @positive_inverse.defjvp
 def _positive_inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     inverse = positive_inverse(*primals)
-    return inverse, -_full(_full(inverse, tangents[0]), inverse)
+    symmetric = (tangents[0] + jnp.swapaxes(tangents[0], -1, -2)) / 2
+    return inverse, -_full(_full(inverse, symmetric), inverse)

@@ -178,7 +178,7 @@ class Contraction:
         means = _over(product("bhij,bhjk->bhik", within, k) + carried[..., None] * before[:, :, None], counts)
         scores = product("bhik,bhjk->bhij", q, k) * within
         along = product("bhij,bhjk->bhik", scores, k)
-        along = along + chunking.weigh(product("bhik,bhkl->bhil", q, scatter), decay.from_start)
+        along = along + chunking.weigh(product("bhik,bhlk->bhil", q, scatter), decay.from_start)
         along = along + (carried * product("bhik,bhk->bhi", q, before))[..., None] * before[:, :, None]
         along = _over(along, counts) - jnp.sum(means * q, axis=-1, keepdims=True) * means
         # The new mean lies among the keys: about it the scatter is a sum of what cannot cancel.

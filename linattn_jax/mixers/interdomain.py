@@ -85,7 +85,7 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
     modes = jnp.sum(q * k, axis=-1)[..., None] * b[:, None]
     while size < length:
         later_power, earlier_power, together = span.halves(size)
-        blocks = lambda x, i, s=size: x.reshape(*x.shape[:2], length // (2 * s), 2, s, -1)[:, :, :, i]
+        blocks = lambda x, i, s=size: x.reshape(*x.shape[:2], length // (2 * s), 2, s, x.shape[3])[:, :, :, i]
         scores = jnp.einsum("...ik,...jk->...ij", blocks(q, 1), blocks(k, 0), precision=precision) * together
         cross = later_power * mixed_product(scores, b[:, None, None] * earlier_power, precision)
         modes = modes + jnp.stack([jnp.zeros_like(cross), cross], axis=3).reshape(modes.shape)

@@ -69,7 +69,8 @@ class Span(NamedTuple):
         Both [B or 1, H, C / 2 size, size, N]. Also where a pair of a later row and an earlier lies in one segment,
         bool [B or 1, 1, C / 2 size, size, size].
         """
-        position, number = (x.reshape(x.shape[0], -1, 2, size) for x in (self.position, self.number))
+        blocks = self.number.shape[1] // (2 * size)
+        position, number = (x.reshape(x.shape[0], blocks, 2, size) for x in (self.position, self.number))
         boundary = position[:, :, 0, -1:]
         together = number[:, :, 1, :, None] == number[:, :, 0, None, :]
         return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
@@ -105,7 +106,7 @@ def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None)
     scores = 2 * jnp.sum(w * b[:, None], axis=-1).real[..., None, None]
     while size < length:
         later_power, earlier_power, together = span.halves(size)
-        later = w.reshape(*w.shape[:2], length // (2 * size), 2, size, -1)[:, :, :, 1] * later_power
+        later = w.reshape(*w.shape[:2], length // (2 * size), 2, size, w.shape[3])[:, :, :, 1] * later_power
         cross = 2 * real_product(later, b[:, None, None] * earlier_power, precision) * together
         pairs = scores.reshape(*scores.shape[:2], length // (2 * size), 2, size, size)
         shape = (*cross.shape[:3], size, size)

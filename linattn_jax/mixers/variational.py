@@ -31,6 +31,8 @@ from linattn_jax.mixers.delta import delta_chunk, delta_states, l2_normalize
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array
 
+# Tokens between two derivations of A from M. Chunks are no longer than that either: what their rows take from A at the
+# chunk's start cancels, the more the more rows there are.
 REFRESH = 64
 
 _ARGUMENTS = {
@@ -181,7 +183,7 @@ class _Rule:
         ) -> tuple[Array, VariationalState]:
             if call.sizes["T"] == 0:
                 return call.recurrent(partial(self.token, call))(inputs, state, segments)
-            rows = call.chunk(chunk_size)
+            rows = min(call.chunk(chunk_size), REFRESH)
             before, M = self.penalties(call, inputs["penalty_direction"], state.M, segments, rows)
             chunk = call.cast_output(partial(self.chunk, call))
             memory = state.S, state.z
@@ -244,8 +246,8 @@ def variational(
             not, so reads shrink as 1 / t and want a norm behind them.
         eps: the least divisor of a read.
         scale: multiplies q; default 1. It cancels where reads are normalised, save against eps.
-        initial_state, segment_ids, initial_segment_id, implementation, chunk_size: as for `delta_rule`. The associative
-            form holds a K x K matrix per token; the chunkwise one, one per chunk.
+        initial_state, segment_ids, initial_segment_id, implementation, chunk_size: as for `delta_rule`; chunks have at
+            most 64 rows. The associative form holds a K x K matrix per token; the chunkwise one, one per chunk.
 
     Returns:
         Output [B, T, H, V] in v.dtype, and VariationalState(M, A, S, z), float32 (float64 for float64 inputs).
