@@ -47,7 +47,7 @@ def find_segments(
     if length == 0:
         return Segments(valid, valid)
     newest = lax.cummax(jnp.where(valid, jnp.arange(length, dtype=jnp.int32), -1), axis=1)
-    before = jnp.concatenate([jnp.full((batch, 1), -1, jnp.int32), newest[:, :-1]], axis=1)
+    before = jnp.pad(newest[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
     before_id = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1)
     if initial_segment_id is None:
         first_differs = jnp.zeros_like(valid)

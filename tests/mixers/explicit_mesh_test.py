@@ -44,7 +44,8 @@ def calls(rows, whole):
         for p in (packing, with_cache):
             yield "softmax", p, attend(rows(qkv), rows(p))
 
-PACKINGS = [{}]
+ids = np.array([[1] * 4 + [2] * 5, [-1, 3, 3, -1, 3, -9, 2, 2, -1], [0] * 9, [-1] * 9], np.int32)
+PACKINGS = [{}, {"segment_ids": ids, "initial_segment_id": np.array([1, 2, 5, 0], np.int32)}]
 same = lambda tree: tree
 wanted = [out for _, _, out in calls(same, same)]
 mesh = jax.make_mesh((4,), ("data",))
