@@ -262,6 +262,7 @@ def _run(name: str, parts: Any, call: Call, implementation: str | None, chunk_si
     return call.run(name, forms, implementation)
 
 
+@dispatch.on_any_mesh
 def curvature_query(
     q: Array,
     k: Array,
@@ -315,6 +316,7 @@ def curvature_query(
     return _run("curvature_query", Contraction(normalize_keys, gain), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def curvature_query_step(
     state: CurvatureState,
     q: Array,
@@ -339,6 +341,7 @@ def _conditioned(rule: Rule | None, decay: str, normalize_keys: bool, gain: floa
     return _Conditioned(Contraction(normalize_keys, gain), rule, decay)
 
 
+@dispatch.on_any_mesh
 def ccq_gla(
     q: Array,
     k: Array,
@@ -380,6 +383,7 @@ def ccq_gla(
     return _run("ccq_gla", _conditioned(None, decay, normalize_keys, gain), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def ccq_gla_step(
     state: CCQState,
     q: Array,
@@ -399,6 +403,7 @@ def ccq_gla_step(
     return finish_step(call, _conditioned(None, decay, normalize_keys, gain).token)
 
 
+@dispatch.on_any_mesh
 def ccq_gated_delta_rule(
     q: Array,
     k: Array,
@@ -448,6 +453,7 @@ def ccq_gated_delta_rule(
     return _run("ccq_gated_delta_rule", parts, call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def ccq_gated_delta_rule_step(
     state: CCQState,
     q: Array,
@@ -470,6 +476,7 @@ def ccq_gated_delta_rule_step(
     return finish_step(call, _conditioned(Rule(normalize_q, normalize_k), decay, normalize_keys, gain).token)
 
 
+@dispatch.on_any_mesh
 def ccq_kaczmarz(
     q: Array,
     k: Array,
@@ -516,6 +523,7 @@ def ccq_kaczmarz(
     return _run("ccq_kaczmarz", _conditioned(rule, decay, normalize_keys, gain), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def ccq_kaczmarz_step(
     state: CCQState,
     q: Array,

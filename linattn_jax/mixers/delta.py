@@ -162,6 +162,7 @@ def _run(name: str, rule: Rule, call: Call, implementation: str | None, chunk_si
     return call.run(name, forms, implementation)
 
 
+@dispatch.on_any_mesh
 def delta_rule(
     q: Array,
     k: Array,
@@ -219,6 +220,7 @@ def delta_rule(
     return _run("delta_rule", Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def gated_delta_rule(
     q: Array,
     k: Array,
@@ -259,6 +261,7 @@ def gated_delta_rule(
     return _run("gated_delta_rule", Rule(normalize_q, normalize_k), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def kaczmarz(
     q: Array,
     k: Array,
@@ -302,6 +305,7 @@ def kaczmarz(
     return _run("kaczmarz", Rule(normalize_q, normalize_k, float(eps)), call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def delta_rule_step(
     state: MatrixState,
     q: Array,
@@ -318,6 +322,7 @@ def delta_rule_step(
     return finish_step(call, Rule(normalize_q, normalize_k).token)
 
 
+@dispatch.on_any_mesh
 def gated_delta_rule_step(
     state: MatrixState,
     q: Array,
@@ -336,6 +341,7 @@ def gated_delta_rule_step(
     return finish_step(call, Rule(normalize_q, normalize_k).token)
 
 
+@dispatch.on_any_mesh
 def kaczmarz_step(
     state: MatrixState,
     q: Array,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 
 from linattn_jax.types import Argument, Array
 
@@ -24,6 +26,36 @@ PREFERENCE: Mapping[str, tuple[str, ...]] = {
     "rocm": ("chunkwise",),
     "tpu": ("mosaic_tpu", "chunkwise"),
 }
+
+
+def on_any_mesh[**P, R](mixer: Callable[P, R]) -> Callable[P, R]:
+    """`mixer`, also where the mesh in use has Explicit axes: there the compiler shards what is inside.
+
+    Outputs and states then lie as the mixer's first sequence does, over batch and heads.
+    """
+    signature = inspect.signature(mixer)
+    stepping = "state" in signature.parameters
+
+    @wraps(mixer)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = tuple(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+        if not axes:
+            return mixer(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        is_array = lambda x: bool(jax.tree.leaves(x)) and all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(x))
+        arrays = {name: x for name, x in given.items() if is_array(x)}
+        static = {name: x for name, x in given.items() if name not in arrays}
+        first = next(x for name, x in arrays.items() if name != "state")
+        spec = [*jax.typeof(first).sharding.spec, None, None, None]
+        time = [] if stepping else [spec[1]]
+        rows, heads = spec[0], spec[1 if stepping else 2]
+        where = PartitionSpec(rows, *time, heads), PartitionSpec(rows, heads)
+        inner = lambda arrays: mixer(**arrays, **static)  # type: ignore[call-arg]
+        return jax.sharding.auto_axes(inner, axes=axes, out_sharding=where)(arrays)
+
+    return call
+
 
 # Below this length a token loop does less work than one chunk.
 SHORT = 4

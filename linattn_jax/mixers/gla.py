@@ -89,6 +89,7 @@ def whole(call: Call, state: MatrixState, x: dict[str, Array], segments: Segment
     return output, MatrixState(memory[:, -1])
 
 
+@dispatch.on_any_mesh
 def gla(
     q: Array,
     k: Array,
@@ -133,6 +134,7 @@ def gla(
     return call.run("gla", forms, implementation)
 
 
+@dispatch.on_any_mesh
 def gla_step(
     state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
 ) -> tuple[Array, MatrixState]:

@@ -111,6 +111,7 @@ def _chunk(
     return output, InterdomainState(write_modes(state.x, p["b"], both, span, precision))
 
 
+@dispatch.on_any_mesh
 def interdomain(
     q: Array,
     k: Array,
@@ -168,6 +169,7 @@ def interdomain(
     return call.run("interdomain", forms, implementation)
 
 
+@dispatch.on_any_mesh
 def interdomain_step(
     state: InterdomainState,
     q: Array,

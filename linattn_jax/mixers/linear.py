@@ -144,6 +144,7 @@ def _run(family: Iterable[Any], name: str, call: Call, implementation: str | Non
     return call.run(name, forms, implementation)
 
 
+@dispatch.on_any_mesh
 def linear_attention(
     q: Array,
     k: Array,
@@ -184,6 +185,7 @@ def linear_attention(
     return _run(family, "linear_attention", call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def simple_gla(
     q: Array,
     k: Array,
@@ -221,6 +223,7 @@ def simple_gla(
     return _run((_simple_token, _simple_chunk, _simple_whole), "simple_gla", call, implementation, chunk_size)
 
 
+@dispatch.on_any_mesh
 def linear_attention_step(
     state: NormalizedState,
     q: Array,
@@ -236,6 +239,7 @@ def linear_attention_step(
     return finish_step(call, partial(_linear_token, normalize_output, eps))
 
 
+@dispatch.on_any_mesh
 def simple_gla_step(
     state: MatrixState, q: Array, k: Array, v: Array, log_decay: Array, *, scale: float | Array | None = None
 ) -> tuple[Array, MatrixState]:

@@ -77,6 +77,7 @@ def _chunk(
     return jnp.moveaxis(y, 1, 2), state
 
 
+@dispatch.on_any_mesh
 def longhorn(
     x: Array,
     k: Array,
@@ -126,6 +127,7 @@ def longhorn(
     return call.run("longhorn", forms, implementation)
 
 
+@dispatch.on_any_mesh
 def longhorn_step(state: LonghornState, x: Array, k: Array, q: Array, delta: Array) -> tuple[Array, LonghornState]:
     """One token of `longhorn`: x, delta [B, D], k, q [B, N]; returns y [B, D] and the new state."""
     arrays = {"x": x, "k": k, "q": q, "delta": delta}

@@ -151,6 +151,7 @@ def _chunk(call: Call, state: ModeState, x: dict[str, Array], segments: Segments
     return y, ModeState(h)
 
 
+@dispatch.on_any_mesh
 def s4d(
     x: Array,
     log_a: Array,
@@ -201,6 +202,7 @@ def s4d(
     return call.run("s4d", forms, implementation)
 
 
+@dispatch.on_any_mesh
 def s4d_step(state: ModeState, x: Array, log_a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ModeState]:
     """One token of `s4d`: x [B, H]; returns y [B, H] and the new state."""
     arrays = {"x": x, "log_a": log_a, "b": b, "c": c, "d": d}

@@ -215,6 +215,7 @@ class _Rule:
         return jnp.concatenate([M[None], after[:-1]]), after[-1]
 
 
+@dispatch.on_any_mesh
 def variational(
     q: Array,
     k: Array,
@@ -281,6 +282,7 @@ def variational(
     return call.run("variational", forms, implementation)
 
 
+@dispatch.on_any_mesh
 def variational_step(
     state: VariationalState,
     q: Array,

@@ -1,4 +1,4 @@
-"""On a mesh of explicit axes the convolution and softmax attention give one device's numbers, rows where they lay."""
+"""On a mesh of explicit axes mixers and the convolution give one device's numbers, rows where they lay."""
 
 import os
 import subprocess
@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from cases import call, make_inputs, sequences, step
 from linattn_jax import softmax_attention, softmax_attention_init
+from linattn_jax.mixers.dispatch import MIXERS
 from linattn_jax.mixers.convolution import short_convolution
 from tolerances import assert_close
 
@@ -55,6 +57,25 @@ with jax.set_mesh(mesh):
         for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(one), strict=True):
             assert a.sharding.spec[0] == "data", (name, packing.keys())
             assert_close(a, b, 1e-5, f"{name} {list(packing)}")
+
+for name in MIXERS:
+    inputs = make_inputs(name, B=4, T=9, K=4, V=4)
+
+    def both(x, ids):
+        def loss(x):
+            out = call(name, x, implementation="chunkwise", chunk_size=4, segment_ids=ids)
+            return jnp.sum(jnp.real(out[0])), out
+        gradients, (y, state) = jax.grad(loss, has_aux=True)(x)
+        return (y, state, step(name, state, x, 0)), gradients
+
+    one = jax.jit(both)(inputs, ids)
+    with jax.set_mesh(mesh):
+        lie = lambda a, rows: jax.device_put(a, NamedSharding(mesh, PartitionSpec("data" if rows else None)))
+        placed = {key: lie(a, key in sequences(name)) for key, a in inputs.items()}
+        seen = jax.jit(both)(placed, lie(ids, True))
+    for a, b in zip(jax.tree.leaves(seen), jax.tree.leaves(one), strict=True):
+        assert_close(a, b, 1e-5, name)
+    assert {a.sharding.spec[0] for a in jax.tree.leaves(seen[0])} == {"data"}, name
 """
 
 
