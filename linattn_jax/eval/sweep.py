@@ -103,18 +103,19 @@ def exponent(rows: Sequence[Row], what: str) -> float:
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table with a line for every mixer, implementation and shape but for T; pairs are forward / both.
 
-    growth: `exponent`. The columns after it are those of the longest T measured: peak memory; the floor's share of the
-    time; the time over that of the peer package, where it was measured; the largest relative error of the gate.
+    growth: `exponent`. The other columns are of the longest T measured: most over least time; peak memory; the floor's
+    share of the time; the time over that of the peer package, where it was measured; the gate's largest error.
     """
     lengths = sorted({row["shape"]["T"] for row in rows})
     peer = {(row["op"], str(row["shape"])): row for row in rows if row["implementation"] == peers.NAME}
     head = ["mixer", "form", "shape", *(f"ms, T={length}" for length in lengths)]
-    lines = [[*head, "growth", "peak MB", "of floor", "over peer", "error"]]
+    lines = [[*head, "spread", "growth", "peak MB", "of floor", "over peer", "error"]]
     lines.append(["---"] * len(lines[0]))
     for group in series(rows):
         row = next((row for row in reversed(group) if "both" in row), group[-1])
         times = {row["shape"]["T"]: _times(row) for row in group}
         line = [row["op"], _form(row), _shape(row), *(times.get(length, "") for length in lengths)]
+        line.append(_pair(lambda what: row[what]["most_ms"] / row[what]["least_ms"], ".1f"))
         line.append(_pair(lambda what: exponent(group, what), ".2f"))
         line.append(_pair(lambda what: row["memory"][what]["peak"] / 1e6, ",.1f"))
         line.append(_pair(lambda what: row["floors"][what] / row[what]["median_ms"], ".0%"))

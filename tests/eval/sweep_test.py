@@ -24,7 +24,8 @@ def synthetic(case, factor=1e-3, power=1.5, floors=True):
     ms = factor * case.shape.T**power
     row = case.settings() | {"errors": {"output": 1e-7, "dk": 2e-7}, "gate_passed": True}
     row["memory"] = {"forward": {"peak": 1_000_000 * case.shape.T}, "both": {"peak": 2_000_000 * case.shape.T}}
-    row |= {"forward": {"median_ms": ms}, "both": {"median_ms": 3 * ms * case.shape.T}}
+    times = lambda ms: {"median_ms": ms, "least_ms": ms / 2, "most_ms": 3 * ms}
+    row |= {"forward": times(ms), "both": times(3 * ms * case.shape.T)}
     return row | ({"floors": {"forward": ms / 4, "both": row["both"]["median_ms"] / 2}} if floors else {})
 
 
@@ -118,12 +119,12 @@ def test_table():
     other = synthetic(Case("linear_attention", SHAPE._replace(T=256), "recurrent", 32), floors=False)
     failed = cases[1]._replace(op="delta_rule").settings() | {"gate_passed": False, "errors": {"dv": 0.5, "dq": 0.1}}
     head, _, *lines = (line.strip("| ").split(" | ") for line in table([*rows, other, failed]).splitlines())
-    assert head[3:] == ["ms, T=64", "ms, T=256", "growth", "peak MB", "of floor", "over peer", "error"]
+    assert head[3:] == ["ms, T=64", "ms, T=256", "spread", "growth", "peak MB", "of floor", "over peer", "error"]
     assert lines[0] == [
-        "gla", "chunkwise", "B=1 Hk=4 K=64 H=4 V=64", "0.512 / 98.304", "4.096 / 3,145.728", "1.50 / 2.50",
+        "gla", "chunkwise", "B=1 Hk=4 K=64 H=4 V=64", "0.512 / 98.304", "4.096 / 3,145.728", "6.0 / 6.0", "1.50 / 2.50",
         "256.0 / 512.0", "25% / 50%", "0.25 / 0.25", "2.0e-07 (dk)",
     ]  # fmt: skip
     assert lines[2][1:5] == ["recurrent, 32", "B=1 Hk=4 K=64 H=4 V=64", "", "4.096 / 3,145.728"]
-    assert lines[2][7:9] == ["", ""]  # no floor is known, no peer was timed
+    assert lines[2][8:10] == ["", ""]  # no floor is known, no peer was timed
     assert lines[3][3:5] == ["", "FAILED"]
     assert lines[3][-1] == "5.0e-01 (dv)"
