@@ -5,8 +5,9 @@
 
 Times are medians of repeated calls. "of floor" is the time that the chunkwise form's matrix products would take at the
 rate of a large matrix product measured in the same run (three forward passes for forward and backward), over the time
-taken. Errors are relative L2 against the token loop in float64 on the first 512 tokens; what fails is not timed.
-`experiments.bench_mixers` does so for many mixers and lengths.
+taken. Errors are relative L2 against the token loop in float64 on the first 512 tokens; what fails is not timed. What
+the JSON has already of this commit (without changes), device and settings is not measured again: delete it to do so.
+`experiments.bench_mixers` goes over mixers and lengths.
 """
 
 from functools import partial

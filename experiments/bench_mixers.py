@@ -5,7 +5,7 @@
     python -m experiments.bench_mixers --shape=8,16,16,128,128 --lengths=2048 --dtype=bfloat16 --seconds=0.5 \
         --associative_limit_mb=4000 --output=runs/bench_mixers_h200.json            # an H200
 
-Run again, it measures what the JSON does not have yet from the same commit (without changes), device and settings.
+Run again, it measures what the JSON does not have yet of this commit (without changes), device and settings.
 Gate, medians and floors are those of `experiments.bench`. Where jax-linear-attention (PyPI) is installed, its chunkwise
 forms in plain JAX run on the same inputs in the same run, and "over peer" is the time over theirs.
 """
@@ -46,9 +46,11 @@ def main(_) -> None:
     cases = plan(_OPS.value, shapes, small, _LIMIT.value * 1e6, _FORMS.value, **settings)
     measure = partial(timing.measure, rate=timing.matmul_rate(_DTYPE.value))
     output = Path(_OUTPUT.value)
-    text = table(sweep(cases, measure, output, facts(_SEED.value)))
-    print(f"\n{text}")
-    output.with_suffix(".md").write_text(text + "\n")
+    rows = sweep(cases, measure, output, facts(_SEED.value))
+    print(f"\n{table(rows)}")
+    output.with_suffix(".md").write_text(table(rows) + "\n")
+    if not all(row.get("gate_passed", True) for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

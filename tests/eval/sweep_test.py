@@ -3,11 +3,16 @@
 import json
 import math
 
+import jax
 import pytest
+from absl import flags
+from absl.testing import flagsaver
 
-from linattn_jax.eval import peers
+from experiments import bench_mixers
+from linattn_jax.eval import peers, timing
 from linattn_jax.eval.sweep import exponent, plan, series, sweep, table
 from linattn_jax.eval.timing import Case, Shape
+from linattn_jax.mixers.dispatch import MIXERS
 
 SHAPE = Shape(1, 512, 4, 4, 64, 64)
 FACTS = {
@@ -86,6 +91,8 @@ def test_what_is_not_served_is_said(tmp_path):
     rows = sweep(CASES[:1], Measure(0, NotImplementedError("no kernel here")), tmp_path / "a.json", FACTS)
     assert rows[0]["skipped"] == "no kernel here"
     assert table(rows).endswith("gla recurrent T=512: no kernel here")
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory allocating 1 TB")
+    assert sweep(CASES[1:2], Measure(0, full), tmp_path / "a.json", FACTS)[0]["skipped"] == "out of memory"
     with pytest.raises(ValueError, match="a bug"):
         sweep(CASES[1:], Measure(0, ValueError("a bug")), tmp_path / "a.json", FACTS)
 
@@ -128,3 +135,22 @@ def test_table():
     assert lines[2][8:10] == ["", ""]  # no floor is known, no peer was timed
     assert lines[3][3:5] == ["", "FAILED"]
     assert lines[3][-1] == "5.0e-01 (dv)"
+
+
+def test_the_program(tmp_path, monkeypatch):
+    """Every mixer, implementation and length is in the JSON, the table beside it; a failed gate is the exit code."""
+    monkeypatch.setattr(timing, "matmul_rate", lambda dtype: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda case, rate: synthetic(case))
+    path = tmp_path / "all.json"
+    with flagsaver.flagsaver():
+        flags.FLAGS(["bench_mixers", "--lengths=16,32", "--shape=1,1,2,4,4,3,2", f"--output={path}"])
+        bench_mixers.main([])
+        flags.FLAGS(["bench_mixers", f"--output={path.with_name('failed.json')}"])
+        monkeypatch.setattr(timing, "measure", lambda case, rate: synthetic(case) | {"gate_passed": False})
+        with pytest.raises(SystemExit):
+            bench_mixers.main([])
+    rows = json.loads(path.read_text())["rows"]
+    seen = {(row["op"], row["implementation"], row["shape"]["T"]) for row in rows}
+    assert seen == {(n, form, T) for n, mixer in MIXERS.items() for form in mixer.implementations for T in (16, 32)}
+    assert {(row["shape"]["H"], row["shape"]["N"], row["shape"]["M"]) for row in rows} == {(2, 3, 2)}
+    assert path.with_suffix(".md").read_text() == table(rows) + "\n"
