@@ -5,22 +5,27 @@
 
 Times are medians of repeated calls. "of floor" is the time that the chunkwise form's matrix products would take at the
 rate of a large matrix product measured in the same run (three forward passes for forward and backward), over the time
-taken. Errors are relative L2 against the token loop in float64 on the first 512 tokens; what fails is not timed.
+taken. Errors are relative L2 against the token loop in float64 on the first 512 tokens; what fails is not timed. What
+the JSON has already of this commit (without changes), device and settings is not measured again: delete it to do so.
+`experiments.bench_mixers` goes over mixers and lengths.
 """
 
-import json
+from functools import partial
 from pathlib import Path
 
 from absl import flags
 
 from experiments._main import run
 from linattn_jax.eval import timing
+from linattn_jax.eval.sweep import sweep, table
 from linattn_jax.mixers.dispatch import MIXERS
 from linattn_jax.provenance import facts
 from linattn_jax.types import UserError
 
 _OP = flags.DEFINE_enum("op", "kaczmarz", sorted(MIXERS), "Mixer to time.")
-_SHAPE = flags.DEFINE_list("shape", "1,2048,4,4,64,64", "B,T,Hk,H,K,V: batch, time, key heads, value heads, sizes.")
+_SHAPE = flags.DEFINE_list(
+    "shape", "1,2048,4,4,64,64", "B,T,Hk,H,K,V[,N,M]: batch, time, heads of keys and values, sizes."
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Type of q, k and v.")
 _FORMS = flags.DEFINE_list("implementations", None, "Implementations to time; default all of the mixer's.")
 _CHUNKS = flags.DEFINE_list("chunk_sizes", "64", "Rows per chunk, powers of two.")
@@ -31,27 +36,22 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file to write; default bench
 
 def main(_) -> None:
     """Times, prints a table, writes the JSON."""
+    shape = timing.parse_shape(_SHAPE.value)
     try:
-        shape = timing.Shape(*map(int, _SHAPE.value))
         chunks = [int(c) for c in _CHUNKS.value]
-    except (TypeError, ValueError):
-        raise UserError(
-            f"--shape {_SHAPE.value} and --chunk_sizes {_CHUNKS.value} must be B,T,Hk,H,K,V and integers"
-        ) from None
+    except ValueError:
+        raise UserError(f"--chunk_sizes {_CHUNKS.value} must be integers") from None
     rate = timing.matmul_rate(_DTYPE.value)
     print(f"matrix product: {rate / 1e9:.0f} GFLOP/s in {_DTYPE.value}", flush=True)
-    rows = []
-    for form in _FORMS.value or MIXERS[_OP.value].implementations:
-        for chunk in chunks[:1] if form == "recurrent" else chunks:
-            print(f"{form}, chunk {chunk} ...", flush=True)
-            rows.append(timing.measure(_OP.value, shape, _DTYPE.value, form, chunk, _SEED.value, rate, _SECONDS.value))
-    print(timing.table(rows))
+    cases = [
+        timing.Case(_OP.value, shape, form, chunk, _DTYPE.value, _SEED.value, _SECONDS.value)
+        for form in _FORMS.value or MIXERS[_OP.value].implementations
+        for chunk in (chunks if form not in ("recurrent", "associative") else [None])
+    ]
     output = Path(_OUTPUT.value or f"runs/bench_{_OP.value}.json")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    record = {"op": _OP.value, "shape": shape._asdict(), "dtype": _DTYPE.value, "matmul_flops_per_second": rate}
-    output.write_text(json.dumps({**facts(_SEED.value), **record, "rows": rows}, indent=2) + "\n")
-    print(f"written to {output}")
-    if not all(row["gate_passed"] for row in rows):
+    rows = sweep(cases, partial(timing.measure, rate=rate), output, facts(_SEED.value))
+    print(f"{table(rows)}\nwritten to {output}")
+    if not all(row.get("gate_passed", True) for row in rows):
         raise SystemExit(1)
 
 

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from linattn_jax.eval import peers
 from linattn_jax.eval.tolerances import limit, relative_l2
-from linattn_jax.mixers.dispatch import MIXERS, Mixer
-from linattn_jax.types import Array
+from linattn_jax.mixers.dispatch import MIXERS, Mixer, choose_chunk
+from linattn_jax.types import Argument, Array, UserError
 
-# The gate runs on this many tokens and value heads: enough for many chunks, little enough for a float64 token loop.
-GATE_TOKENS, GATE_GROUPS = 512, 1
+# The gate runs on this many tokens of one key head: enough for many chunks, little enough for a float64 token loop.
+GATE_TOKENS = 512
+
+# Options of a call as sorted pairs, which can be hashed.
+Options = tuple[tuple[str, Any], ...]
 
 
 class Shape(NamedTuple):
-    """B batch, T time, Hk key heads, H value heads, K key size, V value size."""
+    """B batch, T time, Hk key heads, H value heads, K key size, V value size, N modes, M basis functions."""
 
     B: int
     T: int
@@ -27,57 +32,116 @@ class Shape(NamedTuple):
     H: int
     K: int
     V: int
+    N: int = 32
+    M: int = 64
 
 
-def make_inputs(mixer: Mixer, shape: Shape, dtype: str, seed: int) -> dict[str, Array]:
-    """Random q, k (unit norm), v and gates, and `cotangent` for the output, in the device's memory."""
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
-    draw = lambda *size: jax.random.normal(next(keys), (shape.B, shape.T, *size), jnp.float32)
-    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-    q, k, v = unit(draw(shape.Hk, shape.K)), unit(draw(shape.Hk, shape.K)), draw(shape.H, shape.V)
-    inputs = {name: x.astype(dtype) for name, x in (("q", q), ("k", k), ("v", v))}
-    for gate in mixer.gates:
-        if gate == "log_decay" and mixer.name == "gla":
-            inputs[gate] = jax.nn.log_sigmoid(draw(shape.Hk, shape.K)) / 16
-        elif gate == "log_decay":
-            inputs[gate] = jax.nn.log_sigmoid(draw(shape.H))
-        else:
-            inputs[gate] = jax.nn.sigmoid(draw(shape.H))
-    inputs["cotangent"] = draw(shape.H, shape.V).astype(dtype)
-    return inputs
+class Case(NamedTuple):
+    """What one row of a benchmark measures, and how; `chunk_size` None is the mixer's own choice."""
+
+    op: str
+    shape: Shape
+    implementation: str
+    chunk_size: int | None = None
+    dtype: str = "float32"
+    seed: int = 0
+    seconds: float = 1.0
+
+    def settings(self) -> dict[str, Any]:
+        """The case as JSON writes it."""
+        return self._asdict() | {"shape": self.shape._asdict()}
 
 
-def functions(mixer: Mixer, **options: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, forward and backward) of a mixer on a dict of inputs; the second returns also gradients."""
-    names = ("q", "k", "v", *mixer.gates)
-
-    def forward(inputs: dict[str, Array]) -> Any:
-        return mixer.call(*(inputs[name] for name in names), **options)
-
-    def both(inputs: dict[str, Array]) -> Any:
-        arguments = {name: inputs[name] for name in names}
-        (output, state), pullback = jax.vjp(forward, arguments)
-        return output, state, pullback((inputs["cotangent"], jax.tree.map(jnp.zeros_like, state)))[0]
-
-    return forward, both
+def parse_shape(words: Sequence[str]) -> Shape:
+    """The shape of sizes given as text, in its order; N and M may be left out."""
+    try:
+        shape = Shape(*map(int, words))
+    except (TypeError, ValueError):
+        raise UserError(f"shape {','.join(words)} given, wanted the integers B,T,Hk,H,K,V[,N,M]") from None
+    if min(shape) < 1 or shape.H % shape.Hk:
+        raise UserError(f"shape {','.join(words)} given, wanted sizes of at least 1 and H a multiple of Hk")
+    return shape
 
 
-def gate(mixer: Mixer, inputs: dict[str, Array], dtype: str, **options: Any) -> tuple[dict[str, float], bool]:
+def axis_sizes(mixer: Mixer, shape: Shape) -> dict[str, int]:
+    """Sizes by axis name. The width D is H V; so is H where the heads of a mixer are channels, without K or V."""
+    axes = " ".join(argument.axes for argument in mixer.arguments.values()).split()
+    sizes = shape._asdict() | {"D": shape.H * shape.V}
+    return sizes if {"K", "V", "D"} & set(axes) else sizes | {"H": sizes["D"]}
+
+
+def make_inputs(mixer: Mixer, shape: Shape, dtype: str, seed: int) -> tuple[dict[str, Array], Array]:
+    """Random arguments of the mixer by name and a cotangent for its output, in the device's memory.
+
+    q and k have unit norm, and are positive where a penalty direction tells of reads that their sum normalises; modes
+    are those of S4D at initialisation.
+    """
+    sizes = axis_sizes(mixer, shape)
+    arguments = {**mixer.arguments, "cotangent": Argument(mixer.output)}
+    keys = jax.random.split(jax.random.key(seed), len(arguments))
+    inputs = {}
+    for (name, argument), key in zip(arguments.items(), keys, strict=True):
+        x = _draw(name, argument, tuple(sizes[axis] for axis in argument.axes.split()), key)
+        if name in ("q", "k") and "penalty_direction" in arguments:
+            x = jnp.abs(x)
+        inputs[name] = x.astype(dtype) if argument.kind == "feature" else x
+    return inputs, inputs.pop("cotangent")
+
+
+def _draw(name: str, argument: Argument, size: tuple[int, ...], key: Array) -> Array:
+    normal = jax.random.normal(key, size, jnp.complex64 if argument.kind == "complex" else jnp.float32)
+    if name in ("q", "k"):
+        return normal / jnp.linalg.norm(normal, axis=-1, keepdims=True)
+    if name == "penalty_direction":
+        return normal / jnp.linalg.norm(normal, axis=-1, keepdims=True) * size[-1] ** -0.5
+    if name == "log_decay":
+        return jax.nn.log_sigmoid(normal) / (16 if argument.axes.endswith("K") else 1)
+    if name == "log_a":
+        step = jnp.exp(jax.random.uniform(key, (*size[:-1], 1), minval=np.log(1e-3), maxval=np.log(1e-1)))
+        return step * (-0.5 + 1j * jnp.pi * jnp.arange(size[-1]))
+    if argument.kind == "complex":
+        return jnp.ones_like(normal) if name == "b" else normal * size[-1] ** -0.5
+    return jax.nn.sigmoid(normal) if argument.kind == "gate" else normal
+
+
+@partial(jax.jit, static_argnames=("call", "options"))
+def forward(arguments: dict[str, Array], call: Callable[..., Any], options: Options = ()) -> Any:
+    """(output, state) of `call` on arguments by name."""
+    return call(**arguments, **dict(options))
+
+
+@partial(jax.jit, static_argnames=("call", "options"))
+def both(arguments: dict[str, Array], cotangent: Array, call: Callable[..., Any], options: Options = ()) -> Any:
+    """(output, state, gradients of the arguments by name), forward and backward."""
+    (output, state), pullback = jax.vjp(lambda x: call(**x, **dict(options)), arguments)
+    return output, state, pullback((cotangent, jax.tree.map(jnp.zeros_like, state)))[0]
+
+
+def gate(
+    mixer: Mixer, shape: Shape, inputs: tuple[dict[str, Array], Array], call: Callable[..., Any], options: Options = ()
+) -> tuple[dict[str, float], bool]:
     """Relative L2 errors against the float64 token loop on the inputs cut short, and whether all are in limits."""
-    heads = inputs["v"].shape[2] // inputs["q"].shape[2]
-    cut = {}
-    for name, x in inputs.items():
-        count = heads if x.shape[2] == inputs["v"].shape[2] else 1
-        cut[name] = x[:1, :GATE_TOKENS, : count * GATE_GROUPS]
-    output, state, gradients = jax.jit(functions(mixer, **options)[1])(cut)
+    sizes = axis_sizes(mixer, shape._replace(B=1, T=min(shape.T, GATE_TOKENS), Hk=1, H=shape.H // shape.Hk))
+    cut = lambda x, axes: x[tuple(slice(sizes[axis]) for axis in axes.split())]
+    arguments = {name: cut(inputs[0][name], argument.axes) for name, argument in mixer.arguments.items()}
+    cotangent = cut(inputs[1], mixer.output)
+    seen = both(arguments, cotangent, call, options)
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in cut.items()}
-        exact = jax.tree.map(np.asarray, jax.jit(functions(mixer, implementation="recurrent")[1])(wide))
-    errors = {"output": relative_l2(output, exact[0])}
-    errors |= {f"state {n}": relative_l2(s, e) for n, s, e in zip(state._fields, state, exact[1], strict=True)}
-    errors |= {f"d{name}": relative_l2(g, exact[2][name]) for name, g in gradients.items()}
-    bounds = {name: limit(name[1:] if name[0] == "d" else name, dtype, name[0] == "d") for name in errors}
-    return errors, all(errors[name] <= bounds[name] for name in errors)
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, _wide(x))), (arguments, cotangent))
+        exact = jax.tree.map(np.asarray, both(*wide, mixer.call, (("implementation", "recurrent"),)))
+    dtype = str(cotangent.dtype)
+    errors = {"output": relative_l2(seen[0], exact[0])}
+    for (path, s), e in zip(jax.tree.leaves_with_path(seen[1]), jax.tree.leaves(exact[1]), strict=True):
+        errors[f"state {jax.tree_util.keystr(path, simple=True, separator='.')}"] = relative_l2(s, e)
+    passed = all(error <= limit(name, dtype) for name, error in errors.items())
+    for name, gradient in seen[2].items():
+        errors[f"d{name}"] = relative_l2(gradient, exact[2][name])
+        passed = passed and errors[f"d{name}"] <= limit(name, dtype, gradient=True)
+    return errors, passed
+
+
+def _wide(x: Array) -> Any:
+    return np.complex128 if jnp.iscomplexobj(x) else np.float64
 
 
 def time_calls(function: Callable[..., Any], *arguments: Any, seconds: float = 1.0) -> dict[str, float]:
@@ -107,16 +171,19 @@ def matmul_rate(dtype: str, size: int = 0) -> float:
     return 2 * size**3 / (time_calls(product, a)["least_ms"] * 1e-3)
 
 
-def chunkwise_flops(mixer: Mixer, shape: Shape, chunk: int) -> float:
-    """Operations of the matrix products of one forward pass in chunks of `chunk` rows.
+def chunkwise_flops(mixer: Mixer, shape: Shape, chunk_size: int | None) -> float | None:
+    """Operations of the matrix products of one forward pass in chunks; None for mixers that are not counted here.
 
     Two operations per multiplication and addition: Q S_0 and the write, 2 C K V each; Q K^T, C^2 K; scores times
     values, C^2 V. The delta rule adds K K^T, C^2 K; K S_0, C K V; (I + A)^{-1} times C x V, C^2 V; the inverse, C^3 /
     3.
     """
-    C, K, V = chunk, shape.K, shape.V
+    gates = set(mixer.arguments) - {"q", "k", "v"}
+    if len(mixer.arguments) - len(gates) < 3 or not gates <= {"log_decay", "beta", "eta"}:
+        return None
+    C, K, V = choose_chunk(chunk_size, shape.T, shape.K, shape.V), shape.K, shape.V
     products: float = 2 * C * K * V + C * C * K + C * C * V
-    if "beta" in mixer.gates or "eta" in mixer.gates:
+    if gates & {"beta", "eta"}:
         products += C * C * K + C * K * V + C * C * V + C**3 / 3
     return 2.0 * products * shape.B * shape.H * -(-shape.T // C)
 
@@ -126,46 +193,46 @@ def bytes_of(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def measure(
-    name: str, shape: Shape, dtype: str, implementation: str, chunk: int, seed: int, rate: float, seconds: float = 1.0
-) -> dict[str, Any]:
-    """One row of a benchmark: errors, then times, memory and floors; times only if the gate passes."""
-    mixer = MIXERS[name]
-    options: dict[str, Any] = {"implementation": implementation, "chunk_size": chunk}
-    inputs = make_inputs(mixer, shape, dtype, seed)
-    row: dict[str, Any] = {"implementation": implementation, "chunk_size": chunk}
-    row["errors"], row["gate_passed"] = gate(mixer, inputs, dtype, **options)
+def state_bytes(mixer: Mixer, shape: Shape) -> int:
+    """Bytes of the mixer's state."""
+    return bytes_of(jax.eval_shape(lambda: mixer.empty(axis_sizes(mixer, shape), jnp.float32)))
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes that a compiled function holds: its arguments, results and temporaries, and their sum, the peak."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    sizes = {
+        "arguments": int(analysis.argument_size_in_bytes),
+        "outputs": int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        "temporary": int(analysis.temp_size_in_bytes),
+    }
+    return sizes | {"peak": sum(sizes.values())}
+
+
+def measure(case: Case, rate: float) -> dict[str, Any]:
+    """One row of a benchmark: errors, then times, memory and floors; times only if the gate passes.
+
+    rate: operations per second that the floors are stated at.
+    """
+    mixer = MIXERS[case.op]
+    call: Callable[..., Any] | None = mixer.call
+    options: Options = (("chunk_size", case.chunk_size), ("implementation", case.implementation))
+    if case.implementation == peers.NAME:
+        call, options = peers.find(case.op), ()
+    assert call is not None
+    arguments, cotangent = make_inputs(mixer, case.shape, case.dtype, case.seed)
+    row = case.settings() | {"matmul_flops_per_second": rate}
+    row["errors"], row["gate_passed"] = gate(mixer, case.shape, (arguments, cotangent), call, options)
     if not row["gate_passed"]:
         return row
-    floor = chunkwise_flops(mixer, shape, chunk) / rate * 1e3
-    row["floors"] = {"forward_ms": floor, "both_ms": 3 * floor}
-    chunks = -(-shape.T // chunk) if implementation != "recurrent" else 1
-    state = jax.eval_shape(lambda: mixer.init(shape.B, shape.H, shape.K, shape.V, key_heads=shape.Hk))
-    row["memory"] = {"inputs": bytes_of(inputs), "chunk_states": chunks * bytes_of(state)}
-    for what, function in zip(("forward", "both"), functions(mixer, **options), strict=True):
-        compiled = jax.jit(function).lower(inputs).compile()
-        analysis = compiled.memory_analysis()
-        if analysis is not None:
-            row["memory"][f"{what}_temporary"] = int(analysis.temp_size_in_bytes)
-        row[what] = time_calls(compiled, inputs, seconds=seconds)
+    flops = chunkwise_flops(mixer, case.shape, case.chunk_size)
+    if flops is not None:
+        row["floors"] = {"forward": flops / rate * 1e3, "both": 3 * flops / rate * 1e3}
+    row["memory"] = {"state": state_bytes(mixer, case.shape)}
+    for what, function, inputs in (("forward", forward, (arguments,)), ("both", both, (arguments, cotangent))):
+        compiled = function.lower(*inputs, call=call, options=options).compile()
+        row["memory"][what] = memory(compiled)
+        row[what] = time_calls(compiled, *inputs, seconds=case.seconds)
     return row
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows as aligned text: times in ms, floors in percent, memory in MB."""
-    lines = [
-        f"{'implementation':<16}{'chunk':>6}{'forward ms':>12}{'fwd+bwd ms':>12}{'of floor':>10}"
-        f"{'temp MB':>9}{'worst error':>13}  gate"
-    ]
-    for row in rows:
-        head = f"{row['implementation']:<16}{row['chunk_size']:>6}"
-        worst = max(row["errors"], key=lambda name: row["errors"][name])
-        tail = f"{row['errors'][worst]:>13.1e}  {'passed' if row['gate_passed'] else 'FAILED at ' + worst}"
-        if row["gate_passed"]:
-            share = row["floors"]["both_ms"] / row["both"]["median_ms"]
-            memory = row["memory"].get("both_temporary", 0) / 1e6
-            head += f"{row['forward']['median_ms']:>12.3f}{row['both']['median_ms']:>12.3f}{share:>10.0%}{memory:>9.1f}"
-        else:
-            head += " " * 43
-        lines.append(head + tail)
-    return "\n".join(lines)

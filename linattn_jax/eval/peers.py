@@ -1,0 +1,45 @@
+"""The mixers of another package, jax-linear-attention from PyPI, to be timed beside ours where it is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from linattn_jax.mixers.state import MatrixState
+from linattn_jax.types import Array
+
+# Its names of our mixers. It has no undecayed linear attention and no kaczmarz.
+_KINDS = {
+    "simple_gla": "simple_gla",
+    "gla": "gla",
+    "delta_rule": "deltanet",
+    "gated_delta_rule": "gated_deltanet",
+}
+
+try:
+    NAME = f"jax-linear-attention {importlib.metadata.version('jax-linear-attention')}"
+except importlib.metadata.PackageNotFoundError:
+    NAME = "jax-linear-attention"
+
+
+@cache
+def find(op: str) -> Callable[..., Any] | None:
+    """The package's chunkwise form in plain JAX with the arguments and results of our mixer `op`; None without one.
+
+    It wants as many key heads as value heads.
+    """
+    try:
+        from jla.ops import linear_attention
+    except ImportError:
+        return None
+    if op not in _KINDS:
+        return None
+
+    def call(q: Array, k: Array, v: Array, **gates: Array) -> tuple[Array, MatrixState]:
+        gates = {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
+        output, state = linear_attention(_KINDS[op], q, k, v, impl="chunked", output_final_state=True, **gates)
+        return output, MatrixState(state)
+
+    return call
