@@ -6,6 +6,9 @@ import numpy as np
 
 from linattn_jax.mixers.dispatch import MIXERS
 
+# One mixer of each family, for tests of what the families share.
+FAMILIES = ("gated_delta_rule", "gla", "linear_attention", "ccq_gla", "variational", "interdomain", "s4d", "longhorn")
+
 
 def make_inputs(
     name, *, B=2, T=37, Hk=2, H=2, K=16, V=24, N=8, M=6, dtype="float32", seed=0, decay="mild", keys="random"

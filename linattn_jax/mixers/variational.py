@@ -82,8 +82,13 @@ def _empty(sizes: Mapping[str, int], dtype: DTypeLike, penalty: float = 0.1) -> 
 
 
 def variational_refresh(state: VariationalState) -> VariationalState:
-    """The state with A derived from M: do so at every 64th call or so of `variational_step`."""
-    return state._replace(A=positive_inverse(state.M))
+    """The state with A derived from M: do so at every 64th call or so of `variational_step`.
+
+    A is kept where M has been rounded to a matrix that is not positive, which takes very many equal directions.
+    """
+    usable = jnp.all(jnp.isfinite(lax.linalg.cholesky(lax.stop_gradient(state.M))), axis=(-2, -1), keepdims=True)
+    identity = jnp.eye(state.M.shape[-1], dtype=state.M.dtype)
+    return state._replace(A=jnp.where(usable, positive_inverse(jnp.where(usable, state.M, identity)), state.A))
 
 
 @dataclass(frozen=True)
@@ -118,14 +123,36 @@ class _Rule:
         output = self.read(product("bhk,bhkv->bhv", q, S), jnp.sum(q * z, axis=-1))
         return output, VariationalState(M, A, S, z)
 
-    def span(
-        self, call: Call, state: VariationalState, x: dict[str, Array], segments: Segments | None
-    ) -> tuple[Array, VariationalState]:
-        """Some tokens, one at a time, x [B, H, C, ...], after deriving A from M."""
-        x = {name: jnp.moveaxis(a, 1, 2) for name, a in x.items()}
-        token, state = partial(self.token, call), variational_refresh(state)
-        output, state = chunking.scan_tokens(token, state, call.empty, x, segments, call.dtype)
-        return jnp.moveaxis(output, 1, 2), state
+    def recurrent(self, call: Call) -> Callable[..., Any]:
+        """Tokens one at a time, in spans before which A is derived from M.
+
+        M is the sum of the spans' own sums, compensated after Kahan: one direction repeated is rounded the same way
+        each time, and 1e5 such errors would outweigh the penalty.
+        """
+
+        def span(
+            carry: tuple[VariationalState, Array], x: dict[str, Array], segments: Segments | None
+        ) -> tuple[Array, tuple[VariationalState, Array]]:
+            (state, low), x = carry, {name: jnp.moveaxis(a, 1, 2) for name, a in x.items()}
+            state = variational_refresh(state)
+            start = state._replace(M=jnp.zeros_like(state.M))
+            output, end = chunking.scan_tokens(partial(self.token, call), start, call.empty, x, segments, call.dtype)
+            added = end.M + low
+            total = state.M + added
+            low = added - (total - state.M)
+            if segments is not None:
+                fresh = jnp.any(segments.reset, axis=-1)[:, None, None, None]
+                total, low = jnp.where(fresh, end.M, total), jnp.where(fresh, 0, low)
+            return jnp.moveaxis(output, 1, 2), (end._replace(M=total), low)
+
+        def form(
+            inputs: dict[str, Array], state: VariationalState, segments: Segments | None
+        ) -> tuple[Array, VariationalState]:
+            scan = call.chunkwise(span, REFRESH)
+            output, (state, _) = scan(inputs, (state, jnp.zeros_like(state.M)), segments)
+            return output, state
+
+        return form
 
     def whole(
         self, call: Call, state: VariationalState, x: dict[str, Array], segments: Segments | None
@@ -182,7 +209,7 @@ class _Rule:
             inputs: dict[str, Array], state: VariationalState, segments: Segments | None
         ) -> tuple[Array, VariationalState]:
             if call.sizes["T"] == 0:
-                return call.recurrent(partial(self.token, call))(inputs, state, segments)
+                return self.recurrent(call)(inputs, state, segments)
             rows = min(call.chunk(chunk_size), REFRESH)
             before, M = self.penalties(call, inputs["penalty_direction"], state.M, segments, rows)
             chunk = call.cast_output(partial(self.chunk, call))
@@ -275,7 +302,7 @@ def variational(
     )
     rule = _Rule(penalty, normalize_write, normalize_output, eps)
     forms = {
-        "recurrent": call.chunkwise(partial(rule.span, call), REFRESH),
+        "recurrent": rule.recurrent(call),
         "associative": call.associative(partial(rule.whole, call)),
         "chunkwise": rule.chunkwise(call, chunk_size),
     }

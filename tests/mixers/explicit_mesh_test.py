@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from cases import call, make_inputs, sequences, step
+from cases import FAMILIES, call, make_inputs, sequences, step
 from linattn_jax import softmax_attention, softmax_attention_init
-from linattn_jax.mixers.dispatch import MIXERS
 from linattn_jax.mixers.convolution import short_convolution
 from tolerances import assert_close
 
@@ -58,7 +57,7 @@ with jax.set_mesh(mesh):
             assert a.sharding.spec[0] == "data", (name, packing.keys())
             assert_close(a, b, 1e-5, f"{name} {list(packing)}")
 
-for name in MIXERS:
+for name in FAMILIES:
     inputs = make_inputs(name, B=4, T=9, K=4, V=4)
 
     def both(x, ids):
