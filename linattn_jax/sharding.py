@@ -16,10 +16,12 @@ BATCH_AXES = ("data", "fsdp")
 
 # The first pattern found in a parameter's path gives the names of its last axes; any axis before them
 # (the stack of scanned layers) is unnamed. Two names mean a matrix that is multiplied by activations or looked up.
+# The parameters of modes are vectors of numbers in this sense, whatever their axes: they stay whole and do not decay.
 PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(^|/)([aA]_log|dt_bias|bias|scale)$", ("feature",)),
+    (r"(^|/)([aA]_log|log_dt|a_imag|(mix|c)_(real|imag)|skip|\w*bias|scale)$", ("feature",)),
     (r"(^|/)[^/]*norm[^/]*/[^/]+$", ("feature",)),
     (r"(^|/)[^/]*conv[^/]*/(kernel|weight)$", ("tap", "feature")),
+    (r"(^|/)contraction/weight$", ("head", "feature")),
     (r"(^|/)(unembed[^/]*|lm_head|head)(/kernel|/weight)?$", ("embed", "vocab")),
     (r"(^|/)embed[^/]*(/embedding|/weight)?$", ("vocab", "embed")),
     (r"(^|/)(o|out|output|down)(_proj)?/(kernel|weight)$", ("hidden", "embed")),
@@ -31,6 +33,7 @@ LOGICAL_TO_MESH: dict[str, str | None] = {
     "embed": "fsdp",
     "hidden": None,
     "feature": None,
+    "head": None,
     "tap": None,
 }
 

@@ -179,8 +179,12 @@ class Make:
     def norm(self, size: int) -> RMSNorm:
         return RMSNorm(size, eps=self.norm_eps)
 
-    def normal(self, *shape: int) -> nnx.Param:
-        return nnx.Param(jax.random.normal(self.rngs.params(), shape, jnp.float32))
+    def normal(self, *shape: int, scale: float = 1.0) -> nnx.Param:
+        return nnx.Param(scale * jax.random.normal(self.rngs.params(), shape, jnp.float32))
+
+    def complex_normal(self, *shape: int, scale: float = 1.0) -> tuple[nnx.Param, nnx.Param]:
+        """Real and imaginary parts of complex numbers with mean square scale^2."""
+        return self.normal(*shape, scale=scale * 0.5**0.5), self.normal(*shape, scale=scale * 0.5**0.5)
 
 
 class MixerLayer(nnx.Module):
@@ -270,6 +274,11 @@ class MixerLayer(nnx.Module):
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
         """The empty state for `batch` rows; `capacity` is for layers whose state grows with the text."""
         raise NotImplementedError
+
+    def only_even_keys(self) -> None:
+        """Raises ValueError where keys cannot be turned by rotary positions."""
+        if self.key_size % 2:
+            raise ValueError(f"key_size: {self.key_size} given, wanted an even number, as rotary positions turn pairs.")
 
     def only_value_heads(self) -> None:
         """Raises ValueError where fewer key heads than value heads are asked of a mixer that has none."""

@@ -35,7 +35,7 @@ class DeltaLayer(MixerLayer):
         self.convolution = make.convolution(2 * self.keys + self.values, conv_width, silu_from=self.silu_from)
         self.strength = make.linear(self.width, self.num_heads, bias=self.strength_bias)
         if self.decay:
-            self.log_decay = make.linear(self.width, self.num_heads)
+            self.log_decay = make.linear(self.width, self.num_heads, bias=self.decay == "logsigmoid")
         if self.decay == "mamba":
             self.a_log = nnx.Param(gates.a_log_init(make.rngs.params(), self.num_heads))
             self.dt_bias = nnx.Param(gates.dt_bias_init(make.rngs.params(), self.num_heads))
@@ -114,11 +114,12 @@ class DeltaNet(DeltaLayer):
 class DeltaNetOfKLA(DeltaLayer):
     """What the KLA paper's code calls DeltaNet, which is not the published layer.
 
-    q and k are softmaxes over their features, without SiLU; decay e^{logsigmoid(W_a x) / 16}; gated output norm.
+    q and k are softmaxes over their features, without SiLU; decay e^{logsigmoid(W_a x + b_a) / 16}; gated output norm;
+    beta = sigmoid(W_b x + b_b).
     """
 
     decay = "logsigmoid"
-    gated_output = True
+    gated_output = strength_bias = True
 
     def build(self, make: Make, **options: Any) -> None:
         self.silu_from = 2 * self.keys
@@ -132,11 +133,11 @@ class DeltaNetOfKLA(DeltaLayer):
 class LonghornOfKLA(DeltaLayer):
     """What the KLA paper's code calls Longhorn: Gated DeltaNet on raw q and k with beta = s / (1 + s ||k||^2).
 
-    s = sigmoid(W_b x). The published layer is `Longhorn`.
+    s = sigmoid(W_b x + b_b). The published layer is `Longhorn`.
     """
 
     decay = "mamba"
-    gated_output = True
+    gated_output = strength_bias = True
 
     def mix(self, q: Array, k: Array, v: Array, x: Array, **options: Any) -> tuple[Array, Any]:
         s = gates.sigmoid_strength(self.strength(x))

@@ -113,8 +113,7 @@ class Retention(MixerLayer):
     """Retention (Sun et al. 2023): rotary q and k, decay 1 - 2^{-5-h} of head h, per-head norm times SiLU(W_g x)."""
 
     def build(self, make: Make, *, theta: float = 1e4) -> None:
-        if self.key_size % 2:
-            raise ValueError(f"key_size: {self.key_size} given, wanted an even number, as rotary positions turn pairs.")
+        self.only_even_keys()
         self.theta = theta
         self.build_projections(make)
         self.gate = make.linear(self.width, self.values)
@@ -150,6 +149,7 @@ class GLAOfKLA(MixerLayer):
     """
 
     def build(self, make: Make, *, theta: float = 1e4) -> None:
+        self.only_even_keys()
         self.theta = theta
         self.build_projections(make)
         self.log_decay = make.linear(self.width, self.num_heads)
@@ -179,8 +179,8 @@ class Mamba2(MixerLayer):
     """Mamba-2 (Dao and Gu 2024): x, B, C = SiLU(conv(W x) + b); dt = softplus(W_dt x + dt_bias); SSD; gated norm; W_o.
 
     The state matrix is B (dt x)^T with decay -exp(A_log) dt, read with C, plus D x. B and C, of key_size channels, have
-    one group for all heads unless `key_heads` says more. `head_dim` cuts the num_heads * value_size inner channels into
-    heads; the norm is over all of them, after SiLU(W_z x) has multiplied.
+    one group for all heads unless `key_heads` says more. `head_dim`, where it divides the num_heads * value_size inner
+    channels, cuts them into heads; the norm is over all of them, after SiLU(W_z x) has multiplied.
     """
 
     groups = 1

@@ -24,8 +24,8 @@ class SoftmaxAttention(MixerLayer):
         qk_norm: bool = False,
         rope: bool = True,
     ) -> None:
-        if rope and self.key_size % 2:
-            raise ValueError(f"key_size: {self.key_size} given, wanted an even number, as rotary positions turn pairs.")
+        if rope:
+            self.only_even_keys()
         self.theta, self.window, self.qk_norm, self.rope = theta, window, qk_norm, rope
         self.query = make.linear(self.width, self.num_heads * self.key_size)
         self.key = make.linear(self.width, self.keys)

@@ -50,7 +50,8 @@ class Interdomain(MixerLayer):
 
     Features of q and k are SiLU(conv(W x)) / ||.||, values are W x; keys and values are RMS-normalised, with a bias per
     head, on their way into modes that they share. What the paper leaves open, as we read it: convolution of width 4
-    without bias, `basis` M = 64 functions over N = M / 2 modes, b by zero-order hold, one dt per head.
+    without bias, `basis` M = 64 functions over N = M / 2 modes, b by zero-order hold, one dt per head, positions before
+    the norm of keys; c starts complex normal with mean square 1 / N, as the output is quadratic in the state.
 
     basis: M. mixing: "dense" (a complex M x N matrix per head), "diagonal" (M = N) or "identity" (real and imaginary
     parts of the modes, no parameters). output_norm: per-head RMSNorm of the output, as it is quadratic in the state
@@ -69,6 +70,8 @@ class Interdomain(MixerLayer):
         conv_width: int = 4,
     ) -> None:
         self.only_value_heads()
+        if rope:
+            self.only_even_keys()
         if mixing not in ("dense", "diagonal", "identity"):
             raise ValueError(f"mixing: {mixing!r} given, wanted 'dense', 'diagonal' or 'identity'.")
         if basis < 2 or basis % 2:
@@ -82,9 +85,8 @@ class Interdomain(MixerLayer):
         self.modes = Modes(self.num_heads, self.size, rngs=make.rngs)
         if mixing != "identity":
             rows = () if mixing == "diagonal" else (basis,)
-            spread = self.size**-0.5  # the output is quadratic in the state
-            self.mix_real = nnx.Param(spread * make.normal(self.num_heads, *rows, self.size)[...])
-            self.mix_imag = nnx.Param(spread * make.normal(self.num_heads, *rows, self.size)[...])
+            shape = (self.num_heads, *rows, self.size)
+            self.mix_real, self.mix_imag = make.complex_normal(*shape, scale=self.size**-0.5)
         self.output_norm = make.norm(self.value_size) if output_norm else None
         self.output = make.linear(self.values, self.width)
 
@@ -127,15 +129,16 @@ class Interdomain(MixerLayer):
 
 
 class S4D(MixerLayer):
-    """S4D (Gu et al. 2022): N / 2 modes for each of the D channels of x, GELU, then a gated linear unit.
+    """S4D (Gu et al. 2022): N / 2 modes for each of the D channels of x, exact GELU, then a gated linear unit.
 
-    `state_size` is N. There are no heads: num_heads, key_size and value_size are not used.
+    `state_size` is N; c starts complex normal with mean square 1, the weight of x itself normal. There are no heads:
+    num_heads, key_size and value_size are not used.
     """
 
     def build(self, make: Make, *, state_size: int = 64) -> None:
         self.size = state_size // 2
         self.modes = Modes(self.width, self.size, rngs=make.rngs)
-        self.c_real, self.c_imag = make.normal(self.width, self.size), make.normal(self.width, self.size)
+        self.c_real, self.c_imag = make.complex_normal(self.width, self.size)
         self.skip = make.normal(self.width)
         self.output = make.linear(self.width, 2 * self.width, bias=True)
 
@@ -144,7 +147,7 @@ class S4D(MixerLayer):
         x = x.astype(self.dtype)
         log_a, b = self.modes.discrete()
         y, state = s4d(x, log_a, b, c, self.skip[...], initial_state=state, **packing, **self.options)
-        return nnx.glu(self.output(jax.nn.gelu(y))), state
+        return nnx.glu(self.output(jax.nn.gelu(y, approximate=False))), state
 
     def init_state(self, batch: int, capacity: int | None = None) -> ModeState:
         """The empty state; it does not grow, so `capacity` is not used."""
@@ -156,6 +159,7 @@ class S4DControl(MixerLayer):
     """The Interdomain paper's S4D-only: the same modes over normalised values alone, read by a learned c per channel.
 
     No keys, no query. With `basis` M as there, the modes number M (K + V) / 2 V, so that the states are equally large.
+    That c is one row per channel of V, that values keep their norm and bias and outputs their norm, is our reading.
     """
 
     def build(self, make: Make, *, basis: int = 64, output_norm: bool = True) -> None:
@@ -164,9 +168,7 @@ class S4DControl(MixerLayer):
         self.value_norm = make.norm(self.value_size)
         self.value_bias = nnx.Param(jnp.zeros((self.num_heads, self.value_size), jnp.float32))
         self.modes = Modes(self.num_heads, self.size, rngs=make.rngs)
-        spread = self.size**-0.5
-        self.c_real = nnx.Param(spread * make.normal(self.values, self.size)[...])
-        self.c_imag = nnx.Param(spread * make.normal(self.values, self.size)[...])
+        self.c_real, self.c_imag = make.complex_normal(self.values, self.size, scale=self.size**-0.5)
         self.output_norm = make.norm(self.value_size) if output_norm else None
         self.output = make.linear(self.values, self.width)
 

@@ -45,7 +45,7 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, mixer: str, *, rngs: nnx.Rngs):
         # In a hybrid a name is for the mixers that know it: softmax attention has implementations of its own.
         softmax_only = config.implementation in ("xla", "cudnn")
-        own = config.implementation if softmax_only == (mixer == "softmax") else None
+        own = config.implementation if softmax_only == (mixer in GROWING) else None
         expand_key, expand_value = EXPANSION.get(mixer, (1.0, 1.0))
         self.mixer_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mixer = LAYERS[mixer](

@@ -14,8 +14,8 @@ from linattn_jax.sharding import logical_axes, path_name
 from linattn_jax.types import UserError
 
 # Matrices that Muon leaves to Adam: rows of an embedding and columns of an unembedding are looked up or compared
-# one at a time, and a convolution's taps are no linear map of the width.
-NOT_FOR_MUON = r"(^|/)[^/]*(embed|head|conv)[^/]*(/|$)"
+# one at a time, a convolution's taps are no linear map of the width, and CCQ's gate is a vector for each head.
+NOT_FOR_MUON = r"(^|/)[^/]*(embed|head|conv|contraction)[^/]*(/|$)"
 # Of what has two logical axes, what does not decay.
 NO_DECAY = r"(^|/)[^/]*(norm|conv)[^/]*/|(^|/)([aA]_log|dt_bias|bias|scale)$"
 # Muon's updates get the root mean square of AdamW's, so that one learning rate serves both (arXiv 2502.16982).
@@ -51,7 +51,11 @@ def schedule(config: Any, steps: int) -> Callable[[Any], Any]:
 
 
 def decay_mask(params: Any) -> Any:
-    """True where weight decay applies: matrices per layer; never norms, biases, A_log, dt_bias, convolutions."""
+    """True where weight decay applies: matrices per layer; never norms, biases, A_log, dt_bias, convolutions.
+
+    Nor anything of a state-space model's own: steps, modes, what reads them (mix and c) and the weight of the input.
+    Decay would pull modes to one frequency and time, and what reads them is complex numbers held as two real arrays.
+    """
 
     def decays(path, _):
         name = path_name(path)

@@ -1,6 +1,7 @@
 """Every mixer layer against a float64 forward pass on its own parameters: packing, padding, state, gradients, init."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -12,18 +13,30 @@ from flax import nnx
 from tolerances import assert_close
 
 from linattn_jax.layers import GROWING, LAYERS
-from linattn_jax.layers.common import normal_002
+from linattn_jax.layers.common import document_length, normal_002, positions
 
 D, T = 10, 9
 SIZES = {"heads": 4, "key_heads": 2, "key_size": 4, "value_size": 6}
+UNGROUPED = ("vla", "interdomain")
+FEW_MODES = {
+    "interdomain": {"basis": 6},
+    "s4d": {"state_size": 6},
+    "s4d_interdomain": {"basis": 6},
+    "longhorn": {"state_size": 3},
+}
 IDS = np.array([[7, 7, -1, 7, 8, 8, 8, 7, 7], [-1, -1, 0, 0, 5, 5, 5, -4, -4]], np.int32)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
+def sizes(name):
+    return SIZES | ({"key_heads": 4} if name in UNGROUPED else {})
+
+
 @functools.cache
-def build(name, heads=4, key_heads=2, key_size=4, value_size=6, **options):
+def build(name, **options):
     """The layer split in structure and parameters, these moved off their initial values (biases of 0, scales of 1)."""
-    module = LAYERS[name](D, heads, key_size, value_size, key_heads=key_heads, rngs=nnx.Rngs(0), **options)
+    options = FEW_MODES.get(name, {}) | sizes(name) | options
+    module = LAYERS[name](D, options.pop("heads"), rngs=nnx.Rngs(0), **options)
     graph, parameters = nnx.split(module)
     rng = np.random.default_rng(1)
 
@@ -61,10 +74,10 @@ def empty(name):
     return build(name)[2].init_state(2, T)
 
 
-def exact(name, x, sizes=SIZES, options=(), **layer_options):
+def exact(name, x, options=(), **layer_options):
     """The float64 layer on rows x [B, T, D]."""
-    p = parameters_of(name, **sizes, **dict(options))
-    return np.stack([reference_model.layer(name, p, np.float64(row), **sizes, **layer_options) for row in x])
+    p = parameters_of(name, **dict(options))
+    return np.stack([reference_model.layer(name, p, np.float64(row), **sizes(name), **layer_options) for row in x])
 
 
 def parameters_of(name, **options):
@@ -83,7 +96,7 @@ def test_values(name):
 
 def test_softmax_options():
     options = {"window": 3, "theta": 50.0, "qk_norm": True, "norm_eps": 1e-2}
-    graph, parameters, _ = build("softmax", **SIZES, **options)
+    graph, parameters, _ = build("softmax", **options)
     x = inputs()
     y, _ = forward(graph, parameters, x, None, None, None)
     assert_close(y, exact("softmax", x, options=options.items(), window=3, theta=50.0, eps=1e-2), 1e-5)
@@ -91,11 +104,57 @@ def test_softmax_options():
 
 def test_options_of_kla():
     options = {"norm_eps": 0.1, "conv_width": 2, "implementation": "recurrent"}
-    graph, parameters, _ = build("kla", **SIZES, **options)
+    graph, parameters, _ = build("kla", **options)
     x = inputs()
     y, _ = forward(graph, parameters, x, None, None, None)
     assert_close(y, exact("kla", x, options=options.items(), eps=0.1), 1e-5)
     assert parameters["convolution"]["weight"].shape == (2, 28 + 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reads"),
+    [
+        ("ccq_gla", {"decay": "backbone"}, ("decay",)),
+        ("ccq_gdn", {"decay": "backbone", "gain": 0.5}, ("decay", "gain")),
+        ("ccq_kla", {"normalize_keys": False, "gain": 2.0}, ("normalize_keys", "gain")),
+        ("ccq_deltanet", {"gain": 3.0}, ("gain",)),
+        ("ccq_mamba2", {"decay": "backbone", "normalize_keys": False}, ("decay", "normalize_keys")),
+        ("interdomain", {"mixing": "diagonal", "rope": True}, ("rope",)),
+        ("interdomain", {"mixing": "identity", "output_norm": False}, ()),
+        ("s4d_interdomain", {"output_norm": False}, ()),
+        ("vla", {"penalty": 1.0}, ("penalty",)),
+        ("mamba2", {"key_heads": 1, "head_dim": 8}, ()),
+    ],
+)
+def test_options(name, options, reads):
+    """In one pass, in two on a carried state, and packed; `reads` are the options that are not in the shapes."""
+    graph, parameters, layer = build(name, **options)
+    x, empty = inputs(), layer.init_state(2)
+    p = parameters_of(name, **options)
+    size = sizes(name) | {key: options[key] for key in ("key_heads",) if key in options}
+    told = {key: options[key] for key in reads}
+
+    def wanted_of(x):
+        return np.stack([reference_model.layer(name, p, np.float64(row), **size, **told) for row in x])
+
+    wanted = wanted_of(x)
+    y, _ = forward(graph, parameters, x, empty, np.zeros((2, T), np.int32), None)
+    assert_close(y, wanted, 1e-5)
+    first = np.where(np.arange(T) < 4, 0, -1)[None].repeat(2, 0).astype(np.int32)
+    _, state = forward(graph, parameters, x, empty, first, None)
+    y, _ = forward(graph, parameters, x, state, -1 - first, None)
+    assert_close(y[:, 4:], wanted[:, 4:], 1e-5, "second half")
+    y, _ = forward(graph, parameters, x, empty, first + 1, None)
+    assert_close(y[:, 4:], wanted_of(x[:, 4:]), 1e-5, "second document")
+
+
+def test_contraction_starts_near_the_backbone():
+    """lambda = sigmoid(-2) whatever the query, or the sigmoid of `gate_bias`."""
+    q = np.random.default_rng(0).standard_normal((2, T, 4, 4))
+    for name in (name for name in LAYERS if name.startswith("ccq")):
+        for options, wanted in (({}, -2.0), ({"gate_bias": 1.0}, 1.0)):
+            layer = LAYERS[name](D, 4, 4, 6, key_heads=4, rngs=nnx.Rngs(0), **options)
+            np.testing.assert_allclose(layer.contraction.gate(q), 1 / (1 + np.exp(-wanted)), rtol=1e-6)
 
 
 @every_layer
@@ -104,8 +163,8 @@ def test_packed_rows_equal_separate_rows(name):
     x = inputs()
     y, _ = run(name, np.where((IDS < 0)[..., None], np.nan, x).astype(np.float32), IDS, empty(name))
     for b in range(2):
-        for positions, _ in reference_model.documents(IDS[b], T):
-            assert_close(y[b, positions], exact(name, x[b : b + 1, positions])[0], 1e-5, f"row {b}, {positions}")
+        for at, _ in reference_model.documents(IDS[b], T):
+            assert_close(y[b, at], exact(name, x[b : b + 1, at])[0], 1e-5, f"row {b}, {at}")
     assert not np.any(np.asarray(y)[IDS < 0])
 
 
@@ -143,10 +202,10 @@ def test_gradients_are_derivatives(name):
     ids = np.zeros((2, T), np.int32)
     weights = rng.standard_normal((2, T, D)).astype(np.float32)
     by_parameter, by_x = gradients(graph, parameters, x, empty(name), ids, weights)
-    p = parameters_of(name, **SIZES)
+    p = parameters_of(name)
 
     def value(p, x):
-        rows = [reference_model.layer(name, p, row, **SIZES) for row in x]
+        rows = [reference_model.layer(name, p, row, **sizes(name)) for row in x]
         return np.sum(weights * np.stack(rows))
 
     def difference(move, h=1e-6):
@@ -205,32 +264,54 @@ def test_no_tokens(name):
             jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
-@pytest.mark.parametrize("name", ["kla", "linear", "softmax"])
-def test_bfloat16_compute(name):
-    """Parameters stay float32, outputs are bfloat16 and near the float32 layer's."""
-    graph, parameters, _ = build(name, **SIZES, dtype=jnp.bfloat16)
+@every_layer
+def test_bfloat16_dtypes(name):
+    """Parameters stay float32, outputs are bfloat16, and the state has the dtypes of the empty one."""
+    graph, parameters, layer = build(name, dtype=jnp.bfloat16)
     assert {str(p.dtype) for p in jax.tree.leaves(parameters)} == {"float32"}
+    x, state = jax.ShapeDtypeStruct((2, T, D), jnp.bfloat16), jax.eval_shape(lambda: layer.init_state(2, T))
+    y, after = jax.eval_shape(lambda p, x, s: nnx.merge(graph, p)(x, state=s), parameters, x, state)
+    assert y.dtype == jnp.bfloat16
+    assert [s.dtype for s in jax.tree.leaves(after)] == [s.dtype for s in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("name", ["kla", "linear", "softmax", "mamba2", "interdomain"])
+def test_bfloat16_compute(name):
+    """Near the float32 layer's outputs."""
+    graph, parameters, _ = build(name, dtype=jnp.bfloat16)
     x = inputs()
     y, _ = forward(graph, parameters, jnp.asarray(x, jnp.bfloat16), None, None, None)
-    assert y.dtype == jnp.bfloat16
     assert_close(np.asarray(y, np.float32), exact(name, x), 5e-2)
 
 
 def test_positions_start_with_each_document():
     """Rotary scores are relative, so that only the positions themselves can show where counting starts."""
-    layer, cache = build("softmax")[2], empty("softmax")
-    cache = cache._replace(length=jnp.array([3, 4], jnp.int32))
-    seen = np.asarray(layer._positions(2, T, cache, IDS, None))
+    x, before = inputs(), jnp.array([3, 4], jnp.int32)
+    seen = np.asarray(positions(x, before, IDS, None))
     np.testing.assert_array_equal(seen[0, IDS[0] >= 0], [3, 4, 5, 0, 1, 2, 0, 1])
     np.testing.assert_array_equal(seen[1, IDS[1] >= 0], [4, 5, 0, 1, 2])
-    dropped = np.asarray(layer._positions(2, T, cache, IDS, np.array([7, 3], np.int32)))
+    np.testing.assert_array_equal(document_length(seen, before, IDS), [2, 3])
+    dropped = np.asarray(positions(x, before, IDS, np.array([7, 3], np.int32)))
     np.testing.assert_array_equal(dropped[1, IDS[1] >= 0], [0, 1, 0, 1, 2])
+    np.testing.assert_array_equal(positions(x, before, None, None), [np.arange(3, 3 + T), np.arange(4, 4 + T)])
+    np.testing.assert_array_equal(document_length(seen, before, -np.ones_like(IDS)), before)
+
+
+@pytest.mark.parametrize("name", ["retention", "gla_kla"])
+def test_carried_positions(name):
+    """The state counts the last document's real tokens: one that reappears, and one onto what was carried."""
+    np.testing.assert_array_equal(empty(name).length, [0, 0])
+    _, state = run(name, inputs(), IDS, empty(name))
+    np.testing.assert_array_equal(state.length, [2, 3])
+    _, state = run(name, inputs(), np.where(np.arange(T) < 3, 7, -1).repeat(2).reshape(T, 2).T.astype(np.int32), state)
+    np.testing.assert_array_equal(state.length, [5, 6])
 
 
 def test_state_of_softmax_needs_a_capacity():
-    assert frozenset(LAYERS) >= GROWING == {"softmax"}
-    with pytest.raises(ValueError, match="capacity: None given, wanted the number of tokens"):
-        build("softmax")[2].init_state(1)
+    assert frozenset(LAYERS) >= GROWING == {"softmax", "softmax_vla"}
+    for name in GROWING:
+        with pytest.raises(ValueError, match="capacity: None given, wanted the number of tokens"):
+            build(name)[2].init_state(1)
 
 
 class Odd(NamedTuple):
@@ -244,7 +325,7 @@ def test_bad_input_is_named():
             build(name)[2](x, segment_ids=IDS[:, :5])
         with pytest.raises(TypeError, match=r"segment_ids: dtype float32"):
             build(name)[2](x, segment_ids=IDS.astype(np.float32))
-        narrow = jax.tree.map(lambda s: s.astype(np.int8), empty(name))
+        narrow = jax.tree.map(lambda s: jnp.zeros(s.shape, np.int8), empty(name))
         for error, match, arguments in (
             (TypeError, "x: dtype int8 given", {"x": x.astype(np.int8)}),
             (TypeError, "x: list given", {"x": [1.0]}),
@@ -252,39 +333,92 @@ def test_bad_input_is_named():
             (ValueError, r"x: shape \(9, 10\) given, wanted \[B, T, D\]", {"x": x[0]}),
             (TypeError, r"state: tuple given, wanted \w+\('\w+'", {"state": (x, x)}),
             (TypeError, r"state: Odd given, wanted", {"state": Odd(x)}),
-            (ValueError, r"state\.[\w.]+: shape \(2, .* given, wanted \(1, ", {"x": x[:1], "state": empty(name)}),
+            (ValueError, r"state\.[\w.]+: shape \(2,.* given, wanted \(1,", {"x": x[:1], "state": empty(name)}),
             (TypeError, r"state\.[\w.]+: dtype int8", {"state": narrow}),
         ):
             with pytest.raises(error, match=match):
                 build(name)[2](**({"x": x} | arguments))
     with pytest.raises(TypeError, match=r"state\.memory: ndarray given, wanted MatrixState"):
         build("kla")[2](x, state=empty("kla")._replace(memory=x))
-    with pytest.raises(ValueError, match="key_size: 5 given, wanted an even number"):
-        LAYERS["softmax"](D, 2, 5, 4, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "match"),
+    [
+        ("softmax", {"key_size": 5}, "key_size: 5 given, wanted an even number"),
+        ("retention", {"key_size": 5}, "key_size: 5 given, wanted an even number"),
+        ("gla_kla", {"key_size": 5}, "key_size: 5 given, wanted an even number"),
+        ("interdomain", {"key_size": 5, "rope": True}, "key_size: 5 given, wanted an even number"),
+        ("interdomain", {"key_heads": 2}, "key_heads: 2 given, wanted 4, as Interdomain has no grouped heads"),
+        ("vla", {"key_heads": 2}, "key_heads: 2 given, wanted 4, as VLA has no grouped heads"),
+        ("mamba2", {"key_heads": 3}, "key_heads: 3 given, wanted a divisor of the 4 heads of 6 channels"),
+        ("interdomain", {"mixing": "none"}, "mixing: 'none' given, wanted 'dense', 'diagonal' or 'identity'"),
+        ("interdomain", {"basis": 5}, "basis: 5 given, wanted an even number of functions"),
+    ],
+)
+def test_bad_sizes_are_named(name, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        build(name, **arguments)
+
+
+def test_odd_keys_without_positions():
+    for name in ("softmax_vla", "interdomain"):
+        assert build(name, key_size=5)[2].key_size == 5
 
 
 # Parameters -----------------------------------------------------------------------------------------------------------
 
 
-WIDE = {"heads": 6, "key_heads": 3, "key_size": 8, "value_size": 16}
-KEYS, VALUES, WIDTH = 24, 96, 64
-PROJECTIONS = {
-    "query": (WIDTH, KEYS),
-    "key": (WIDTH, KEYS),
-    "value": (WIDTH, VALUES),
-    "output": (VALUES, WIDTH),
+PARAMETERS = {
+    "query": (64, 24),
+    "key": (64, 24),
+    "value": (64, 96),
+    "output": (96, 64),
 }
-DELTA = PROJECTIONS | {"strength": (WIDTH, 6), "convolution": (4, 2 * KEYS + VALUES), "norm": (16,)}
-GATED = DELTA | {"gate": (WIDTH, VALUES), "log_decay": (WIDTH, 6), "a_log": (6,), "dt_bias": (6,)}
+GATE = {"gate": (64, 96), "norm": (16,)}
+MAMBA_DECAY = {"log_decay": (64, 6), "a_log": (6,), "dt_bias": (6,)}
+DELTA = PARAMETERS | {"strength": (64, 6), "convolution": (4, 24 + 24 + 96), "norm": (16,)}
+GLA = PARAMETERS | GATE | {"decay_down": (64, 16), "decay_up": (16, 24), "decay_up/bias": (24,)}
+MAMBA = PARAMETERS | {"gate": (64, 96), "norm": (96,), "convolution": (4, 144), "convolution/bias": (144,)}
+MAMBA |= {"step": (64, 6), "a_log": (6,), "dt_bias": (6,), "skip": (6,)}
+CONTRACTION = {"contraction": (3, 8), "contraction/bias": (3,)}
+NEW_KEYS = PARAMETERS | {"query": (64, 48), "key": (64, 48)}
+MODES = {"modes/log_dt": (6,), "modes/a_log": (6, 32), "modes/a_imag": (6, 32)}
+SOFTMAX = PARAMETERS | {"query": (64, 48), "value": (64, 48)}
 SHAPES = {
-    "kla": GATED,
-    "gdn": GATED,
+    "softmax": SOFTMAX,
+    "softmax_vla": SOFTMAX,
+    "linear": PARAMETERS,
+    "retention": PARAMETERS | GATE,
+    "mamba2": MAMBA,
+    "gla": GLA,
+    "gla_kla": PARAMETERS | {"log_decay": (64, 6)},
     "deltanet": DELTA,
-    "gla": PROJECTIONS | {"gate": (WIDTH, VALUES), "norm": (16,), "decay_down": (WIDTH, 16), "decay_up": (16, KEYS)},
-    "linear": PROJECTIONS,
-    "softmax": {"query": (WIDTH, 48), "key": (WIDTH, KEYS), "value": (WIDTH, 48), "output": (VALUES, WIDTH)},
+    "deltanet_kla": DELTA | GATE | {"strength/bias": (6,), "log_decay": (64, 6), "log_decay/bias": (6,)},
+    "deltanet_vla": PARAMETERS | {"gate": (64, 96)},
+    "gdn": DELTA | GATE | MAMBA_DECAY,
+    "kla": DELTA | GATE | MAMBA_DECAY | {"strength/bias": (6,)},
+    "longhorn_kla": DELTA | GATE | MAMBA_DECAY | {"strength/bias": (6,)},
+    "vla": NEW_KEYS | {"direction": (48, 48), "norm": (96,), "norm/bias": (96,)},
+    "ccq_gla": GLA | CONTRACTION,
+    "ccq_gdn": DELTA | GATE | MAMBA_DECAY | CONTRACTION,
+    "ccq_kla": DELTA | GATE | MAMBA_DECAY | {"strength/bias": (6,)} | CONTRACTION,
+    "ccq_deltanet": DELTA | CONTRACTION,
+    "ccq_mamba2": MAMBA | CONTRACTION,
+    "interdomain": NEW_KEYS
+    | {"convolution": (4, 96), "key_norm": (8,), "value_norm": (16,), "key_bias": (6, 8), "value_bias": (6, 16)}
+    | MODES
+    | {"mix_real": (6, 64, 32), "mix_imag": (6, 64, 32), "output_norm": (16,)},
+    "s4d": {"modes/log_dt": (64,), "modes/a_log": (64, 32), "modes/a_imag": (64, 32), "c_real": (64, 32)}
+    | {"c_imag": (64, 32), "skip": (64,), "output": (64, 128), "output/bias": (128,)},
+    "s4d_interdomain": {"value": (64, 96), "value_norm": (16,), "value_bias": (6, 16), "modes/log_dt": (6,)}
+    | {"modes/a_log": (6, 48), "modes/a_imag": (6, 48), "c_real": (96, 48), "c_imag": (96, 48)}
+    | {"output_norm": (16,), "output": (96, 64)},
+    "longhorn": {"value": (64, 96), "gate": (64, 96), "convolution": (4, 96), "convolution/bias": (96,)}
+    | {"key": (96, 16), "query": (96, 16), "step_down": (96, 4), "step_up": (4, 96), "step_up/bias": (96,)}
+    | {"skip": (96,), "output": (96, 64)},
 }
-BIASES = {"kla": {"strength": (6,)}, "gla": {"decay_up": (KEYS,)}}
+COMPLEX = {"interdomain": 32**-0.5, "s4d_interdomain": 48**-0.5, "s4d": 1.0}  # root mean square of c
 
 
 @pytest.mark.parametrize(
@@ -293,23 +427,33 @@ BIASES = {"kla": {"strength": (6,)}, "gla": {"decay_up": (KEYS,)}}
 def test_parameters(name, init):
     """Shapes, which projections have a bias, and initial ranges, as the papers say."""
     options = {"init": normal_002} if init == "normal_002" else {}
-    module = LAYERS[name](WIDTH, 6, 8, 16, key_heads=3, rngs=nnx.Rngs(0), **options)
-    p = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    weights = {part: a if not isinstance(a, dict) else next(iter(a.values())) for part, a in p.items()}
-    weights |= {part: a["kernel"] for part, a in p.items() if isinstance(a, dict) and "kernel" in a}
-    assert {part: a.shape for part, a in weights.items()} == SHAPES[name]
-    biases = {part: a["bias"] for part, a in p.items() if isinstance(a, dict) and "bias" in a}
-    assert {part: a.shape for part, a in biases.items()} == BIASES.get(name, {})
-    assert not any(np.any(a) for a in biases.values())
-    assert {a.dtype for a in jax.tree.leaves(p)} == {np.dtype("float32")}
-    for part, a in weights.items():
-        if part == "norm":
-            assert np.all(a == 1)
+    module = LAYERS[name](64, 6, 8, 16, key_heads=6 if name in UNGROUPED else 3, rngs=nnx.Rngs(0), **options)
+    paths = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    p = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(a) for path, a in paths}
+    assert {a.dtype for a in p.values()} == {np.dtype("float32")}
+    p = {re.sub("/(kernel|weight|scale)$", "", part): a for part, a in p.items()}
+    assert {part: a.shape for part, a in p.items()} == SHAPES[name]
+    for part, a in p.items():
+        if part.endswith("norm"):
+            assert np.all(a == 1), part
+        elif part == "contraction/bias":
+            assert np.all(a == -2)
+        elif part == "contraction" or (part.endswith("bias") and part != "dt_bias"):
+            assert not np.any(a), part
         elif part == "a_log":
-            assert np.log(1e-3) <= a.min() <= a.max() <= np.log(16)
+            assert np.log(1.0 if "mamba2" in name else 1e-3) <= a.min() <= a.max() <= np.log(16)
         elif part == "dt_bias":
             dt = np.log1p(np.exp(np.float64(a)))
             assert 0.99e-3 <= dt.min() <= dt.max() <= 0.1001
+        elif part == "modes/log_dt":
+            assert np.log(0.99e-3) <= a.min() <= a.max() <= np.log(0.1001)
+        elif part.startswith("modes/"):
+            wanted = np.log(0.5) if part == "modes/a_log" else np.pi * np.arange(a.shape[1])
+            np.testing.assert_allclose(a, np.broadcast_to(wanted, a.shape), rtol=1e-6)
+        elif part.endswith(("_real", "_imag")):  # half of the mean square each
+            assert abs(np.std(a) * 2**0.5 / COMPLEX[name] - 1) < 0.05, part
+        elif part == "skip":
+            assert 0.7 < np.std(a) < 1.3 if name == "s4d" else np.all(a == 1)
         elif init == "normal_002":
             assert 0.015 < np.std(a) < 0.025, part
         else:  # PyTorch's default; the depthwise convolution's fan-in is its width
@@ -318,8 +462,24 @@ def test_parameters(name, init):
             assert abs(np.std(a) * np.sqrt(3) / bound - 1) < 0.1, part
 
 
+def test_groups_and_heads_of_mamba2():
+    """B and C of one group unless asked otherwise; heads of 64 channels where those divide the inner ones."""
+    layer = LAYERS["mamba2"](64, 6, 8, 32, rngs=nnx.Rngs(0))
+    assert (layer.key_heads, layer.num_heads, layer.value_size) == (1, 3, 64)
+    assert layer.key.kernel.shape == (64, 8)
+    assert layer.init_state(2).memory.S.shape == (2, 3, 8, 64)
+
+
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 8), (8, 16)])
+def test_state_of_the_s4d_control_is_as_large_as_interdomain(sizes):
+    states = (LAYERS[name](D, 2, *sizes, rngs=nnx.Rngs(0)).init_state(2) for name in ("interdomain", "s4d_interdomain"))
+    first, second = (jax.tree.leaves(state)[-1].size for state in states)
+    assert first == second
+
+
 @every_layer
 def test_rngs_draw_different_parameters(name):
-    kernels = [np.asarray(a) for a in jax.tree.leaves(nnx.state(build(name)[2], nnx.Param)) if a.ndim == 2]
-    kernels = [a.ravel()[:8] for a in kernels]
-    assert len({a.tobytes() for a in kernels}) == len(kernels)
+    """Of what is drawn at all."""
+    drawn = [np.asarray(a) for a in jax.tree.leaves(nnx.state(build(name)[2], nnx.Param)) if a.ndim > 1]
+    drawn = [a.ravel()[:8] for a in drawn if np.ptp(a)]
+    assert len({a.tobytes() for a in drawn}) == len(drawn)

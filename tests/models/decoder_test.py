@@ -10,7 +10,7 @@ import reference_model
 from flax import nnx
 from tolerances import CONDITIONED, PERTURBATION, assert_close, relative_l2
 
-from linattn_jax.layers import LAYERS
+from linattn_jax.layers import EXPANSION, GROWING
 from linattn_jax.models import Decoder, DecoderConfig
 from linattn_jax.models.decoder import shortest_period
 
@@ -104,6 +104,21 @@ def test_layers_are_stacked_by_period(mixers, layers, period):
     assert len(stack["blocks"]) == model.period == period
     assert {p.shape[0] for p in jax.tree.leaves(stack)} == {layers // period}
     assert model.fixed_state == ("softmax" not in mixers)
+
+
+def test_sizes_that_papers_expand():
+    assert EXPANSION == reference_model.EXPANSION
+
+
+@pytest.mark.parametrize("growing", sorted(GROWING))
+def test_implementations_of_one_kind_of_layer_leave_the_other_alone(growing):
+    """A hybrid takes the name of a softmax implementation and that of a mixer's, each for the layers that know it."""
+    tokens = inputs()
+    for implementation in ("recurrent", "xla"):
+        model = Decoder(config(("linear", growing), implementation=implementation), rngs=nnx.Rngs(0))
+        own = [block.mixer.implementation for block in model.stack.blocks]
+        assert own == ([implementation, None] if implementation == "recurrent" else [None, implementation])
+        assert jax.eval_shape(lambda model=model: model(tokens)[0]).shape == (2, T, 8)
 
 
 def test_initial_parameters():
@@ -222,7 +237,8 @@ def check_splits(mixers, tokens, prefill, **fields):
         check(None, np.concatenate(outputs, 1), mixers, tokens, f"with split {split}", **fields)
 
 
-@pytest.mark.parametrize("mixer", LAYERS)
+# One of each kind of state and of sizes; the layers' own tests are over all.
+@pytest.mark.parametrize("mixer", ["softmax", "gla", "ccq_gla", "ccq_mamba2", "retention", "interdomain", "longhorn"])
 def test_prefill_and_decode(mixer):
     """Logits of a padded prefill and one token at a time equal those of one float64 pass, at every split."""
     mixers, tokens, fields = (mixer,), inputs(), {"implementation": "recurrent"}

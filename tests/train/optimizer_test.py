@@ -76,6 +76,16 @@ def test_no_decay_on_vectors_and_convolutions_under_a_stack():
     assert _names(muon_mask(_params())) == matrices
 
 
+def test_no_decay_on_what_modes_and_gates_are_made_of():
+    """Steps, modes and read-outs of state-space models, whatever their axes, and every bias; CCQ's gate decays."""
+    modes = ["a_log", "a_imag", "log_dt", "mix_real", "mix_imag", "c_real", "c_imag"]
+    mixer = {name: jnp.ones((3, 8, 16)) for name in [*modes, "skip", "dt_bias", "key_bias", "value_bias", "bias"]}
+    mixer["contraction"] = {"weight": jnp.ones((3, 2, 8)), "bias": jnp.ones((3, 2))}
+    params = {"layers": {"mixer": mixer}}
+    assert _names(decay_mask(params)) == {"layers/mixer/contraction/weight"}
+    assert not _names(muon_mask(params))
+
+
 @pytest.mark.parametrize("name", sorted(DIRECTIONS))
 def test_decay_is_the_rate_times_the_weight_and_only_on_matrices(name):
     params = _params()

@@ -30,6 +30,9 @@ class _Mesh:
         ("layers/mixer/q_proj/kernel", (3, 6, 8), P(None, None, None)),  # 6 does not divide by 4
         ("layers/mixer/q_conv/kernel", (3, 4, 8), P(None, None, None)),
         ("layers/mixer/A_log", (3, 4), P(None, None)),
+        ("layers/mixer/modes/a_log", (3, 8, 16), P(None, None, None)),
+        ("layers/mixer/mix_real", (3, 8, 64, 32), P(None, None, None, None)),
+        ("layers/mixer/contraction/weight", (3, 8, 64), P(None, None, None)),
         ("layers/mixer/out_norm/scale", (3, 8), P(None, None)),
         ("embed", (16, 8), P(None, "fsdp")),
         ("unembed/kernel", (8, 16), P("fsdp", None)),
