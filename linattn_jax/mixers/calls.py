@@ -79,20 +79,21 @@ class Call:
         return form
 
     def chunkwise(
-        self, chunk: Callable[..., Any], chunk_size: int | None, *, inert_zeros: bool = True
+        self, chunk: Callable[..., Any], chunk_size: int | None, *, inert_zeros: bool = True, counted: bool = False
     ) -> Callable[..., Any]:
         """The form that scans `chunk(state, x, segments)`; x holds [B, heads, C, ...] in the accumulator dtype.
 
-        Where a token of zeros changes the state (`inert_zeros=False`), `segments` names also the rows that fill the
-        last chunk.
+        A token of zeros must not change the state, or else: with `inert_zeros=False`, `segments` names also the rows
+        that fill the last chunk; with `counted`, `chunk` is also given how many rows of it are not such, a number.
         """
 
         def form(inputs: dict[str, Array], state: Pytree, segments: chunking.Segments | None) -> tuple[Array, Pytree]:
-            rows = self.chunk(chunk_size)
-            if not inert_zeros and segments is None and self.sizes["T"] % rows:
-                everywhere = jnp.ones((1, self.sizes["T"]), bool)
+            rows, length = self.chunk(chunk_size), self.sizes["T"]
+            if not inert_zeros and segments is None and length % rows:
+                everywhere = jnp.ones((1, length), bool)
                 segments = chunking.Segments(everywhere, ~everywhere)
-            return chunking.scan_chunks(self.cast_output(chunk), state, inputs, segments, rows, self.dtype)
+            own = [jnp.clip(length - jnp.arange(0, length, rows), 0, rows)] if counted else []
+            return chunking.scan_chunks(self.cast_output(chunk), state, inputs, segments, rows, self.dtype, *own)
 
         return form
 

@@ -94,11 +94,11 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
 
 
 def _chunk(
-    call: Call, state: InterdomainState, x: dict[str, Array], segments: Segments | None
+    call: Call, state: InterdomainState, x: dict[str, Array], segments: Segments | None, rows: Array
 ) -> tuple[Array, InterdomainState]:
     """One chunk. With p_i = sum_j (q_i . k_j) b a^{i - j} over the keys: q_i . u_m = 2 Re(c_m . p_i); so too values."""
     p, precision, q, k, v = call.parameters, call.precision, call.scale * x["q"], x["k"], x["v"]
-    span = make_span(p["log_a"], segments, q.shape[2])
+    span = make_span(p["log_a"], segments, q.shape[2], rows)
     from_start = jnp.where((span.number == 0)[:, None, :, None], span.power(span.position), 0)
     keys, values = jnp.split(state.x, [k.shape[-1]], axis=-1)
     carried = from_start * mixed_product(q, jnp.swapaxes(keys, -1, -2), precision)
@@ -164,7 +164,7 @@ def interdomain(
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
         "associative": call.associative(partial(_whole, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size, inert_zeros=False),
+        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size, counted=True),
     }
     return call.run("interdomain", forms, implementation)
 

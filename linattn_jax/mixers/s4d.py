@@ -8,9 +8,9 @@ float32 near 1, has lost digits of the slow modes; the recurrent form, which mul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -47,21 +47,18 @@ class Span(NamedTuple):
 
     position: [B or 1, C], real tokens of the chunk up to and with each row, as floats.
     number: [B or 1, C], resets up to and with each row.
+    total: [B or 1], real tokens of the chunk.
     """
 
     log_a: Array
     position: Array
     number: Array
+    total: Array
 
     def power(self, exponent: Array) -> Array:
         """a^exponent [B or 1, H, ..., N] for exponents [B or 1, ...] >= 0."""
         log_a = self.log_a.reshape(self.log_a.shape[0], *(1,) * (exponent.ndim - 1), self.log_a.shape[1])
         return jnp.exp(exponent[:, None, ..., None] * log_a)
-
-    @property
-    def total(self) -> Array:
-        """[B or 1], real tokens of the chunk."""
-        return self.position[:, -1]
 
     def halves(self, size: int) -> tuple[Array, Array, Array]:
         """For blocks of two halves of `size` rows: a to the distance from the boundary, of later rows and of earlier.
@@ -76,13 +73,14 @@ class Span(NamedTuple):
         return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
 
 
-def make_span(log_a: Array, segments: Segments | None, length: int) -> Span:
-    """The span of `length` rows with these segments."""
+def make_span(log_a: Array, segments: Segments | None, length: int, rows: Array | int) -> Span:
+    """The span of `length` rows with these segments; without, the first `rows` of them are real."""
     real = log_a.real.dtype
     if segments is None:
-        return Span(log_a, jnp.arange(1, length + 1, dtype=real)[None], jnp.zeros((1, length), jnp.int32))
-    count = partial(jnp.cumsum, axis=-1)
-    return Span(log_a, count(segments.valid.astype(real)), count(segments.reset.astype(jnp.int32)))
+        position = jnp.arange(1, length + 1, dtype=real)[None]
+        return Span(log_a, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None])
+    position = jnp.cumsum(segments.valid.astype(real), axis=-1)
+    return Span(log_a, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1])
 
 
 def real_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
@@ -120,7 +118,8 @@ def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precisi
     """The modes x [B, H, N, D] after the chunk's rows y [B, H, C, D] have been written."""
     alive = (span.number[:, -1] == 0)[:, None, None, None]
     last = (span.number == span.number[:, -1:])[:, None, :, None]
-    weight = jnp.where(last, b[:, None] * span.power(span.total[:, None] - span.position), 0)
+    ahead = jnp.maximum(span.total[:, None] - span.position, 0)  # rows behind the end are zeros
+    weight = jnp.where(last, b[:, None] * span.power(ahead), 0)
     written = mixed_product(jnp.swapaxes(y, -1, -2), weight, precision)
     return jnp.where(alive, span.power(span.total)[..., None] * x, 0) + jnp.swapaxes(written, -1, -2)
 
@@ -139,16 +138,37 @@ def _whole(call: Call, state: ModeState, x: dict[str, Array], segments: Segments
     return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h[:, -1])
 
 
-def _chunk(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
+def _kernel(call: Call, span: Span) -> Array:
+    """2 Re sum_n c_n b_n a_n^{tau(i, j)}: [B or 1, H, C, C]."""
+    c = call.parameters["c"][None, :, None]
+    weights = jnp.broadcast_to(c, (1, c.shape[1], span.position.shape[1], c.shape[3]))
+    return mode_scores(weights, call.parameters["b"], span, call.precision)
+
+
+def _chunk(
+    call: Call, kernel: Array | None, state: ModeState, x: dict[str, Array], segments: Segments | None, rows: Array
+) -> tuple[Array, ModeState]:
     p, u = call.parameters, x["x"]
-    span = make_span(p["log_a"], segments, u.shape[2])
-    weights = jnp.broadcast_to(p["c"][None, :, None], (1, p["c"].shape[0], u.shape[2], p["c"].shape[1]))
-    kernel = mode_scores(weights, p["b"], span, call.precision)
+    span = make_span(p["log_a"], segments, u.shape[2], rows)
+    kernel = _kernel(call, span) if kernel is None else kernel
     carried = 2 * jnp.sum((span.power(span.position) * (p["c"] * state.h)[:, :, None]).real, axis=-1)
-    y = jnp.einsum("bhij,bhj->bhi", jnp.broadcast_to(kernel, (u.shape[0], *kernel.shape[1:])), u)
+    kernel, axes = (kernel[0], "hij") if kernel.shape[0] == 1 else (kernel, "bhij")
+    y = jnp.einsum(f"{axes},bhj->bhi", kernel, u, precision=call.precision)
     y = y + jnp.where((span.number == 0)[:, None], carried, 0) + p["d"][:, None] * u
     h = write_modes(state.h[..., None], p["b"], u[..., None], span, call.precision)[..., 0]
     return y, ModeState(h)
+
+
+def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
+    """The chunkwise form; unpacked rows have one kernel for all chunks."""
+
+    def form(inputs: dict[str, Array], state: ModeState, segments: Segments | None) -> tuple[Array, ModeState]:
+        rows, kernel = call.chunk(chunk_size), None
+        if segments is None:
+            kernel = _kernel(call, make_span(call.parameters["log_a"], None, rows, rows))
+        return call.chunkwise(partial(_chunk, call, kernel), chunk_size, counted=True)(inputs, state, segments)
+
+    return form
 
 
 @dispatch.on_any_mesh
@@ -197,7 +217,7 @@ def s4d(
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
         "associative": call.associative(partial(_whole, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size, inert_zeros=False),
+        "chunkwise": _chunkwise(call, chunk_size),
     }
     return call.run("s4d", forms, implementation)
 
