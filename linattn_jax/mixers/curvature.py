@@ -512,7 +512,7 @@ def ccq_kaczmarz(
     >>> import jax.numpy as jnp
     >>> k = jnp.full((1, 1, 1, 4), 3.0)
     >>> zero, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1))
-    >>> output, _ = ccq_kaczmarz(k, k, jnp.full((1, 1, 1, 1), 7.0), zero, one, one, eps=0.0, scale=1 / 36)
+    >>> output, _ = ccq_kaczmarz(k, k, jnp.full((1, 1, 1, 1), 7.0), zero, one, one, eps=0.0, scale=1.0)
     >>> round(float(output[0, 0, 0, 0]), 4)                                # one key has no covariance: as stored
     7.0
     """
