@@ -317,6 +317,7 @@ def packed_row(name, lengths, **sizes):
     return row, ids, documents
 
 
+@pytest.mark.core
 @every_form_always
 def test_packed_rows_equal_separate_rows(name, form):
     row, ids, documents = packed_row(name, (5, 1, 20, 11))
@@ -546,6 +547,7 @@ def test_matmul_precision_settings(name, form):
         assert_close(output, wanted, limit("output", "float32"), setting)
 
 
+@pytest.mark.core
 @every_form
 def test_strict_promotion_settings(name, form):
     """Mixers run under settings that forbid the caller's own code to promote ranks or dtypes."""
@@ -566,6 +568,7 @@ def test_same_bits_twice(name, form):
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", sorted(MIXERS))
 def test_bad_input_is_named(name):
     good = make_inputs(name, T=6)

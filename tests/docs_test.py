@@ -1,4 +1,4 @@
-"""The examples in docstrings and in the README run and print what they say."""
+"""The examples in docstrings and documents run and print what they say."""
 
 import doctest
 import importlib
@@ -10,7 +10,7 @@ import pytest
 import linattn_jax
 
 MODULES = sorted(m.name for m in pkgutil.walk_packages(linattn_jax.__path__, "linattn_jax."))
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -25,7 +25,8 @@ def test_every_mixer_has_an_example(name):
     assert found.examples
 
 
-def test_readme():
-    result = doctest.testfile(str(README), module_relative=False)
+@pytest.mark.parametrize("document", ["README.md", "docs/notes.md"])
+def test_documents(document):
+    result = doctest.testfile(str(ROOT / document), module_relative=False)
     assert result.attempted > 0
     assert result.failed == 0

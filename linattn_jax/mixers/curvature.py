@@ -4,9 +4,6 @@ Per key head, with the covariance Sigma_t of the keys up to t (weights 1, or dec
     q <- q - gate gain Sigma_t q,
 after which any linear-attention memory is read with the new q. The write is untouched. Sigma comes from k / ||k||
 unless `normalize_keys=False`: then 0 <= Sigma <= I, and the query contracts for gate gain <= 1.
-What is ours: the chunkwise form without a K x K matrix per token, and in it the reference key (a covariance does not
-change when a constant is taken from all keys; without that it cancels where keys share a large mean). What the paper
-leaves open is an option; its defaults are our reading.
 """
 
 from __future__ import annotations
@@ -279,6 +276,10 @@ def curvature_query(
 ) -> tuple[Array, CurvatureState]:
     """The curvature-conditioned query (Le et al. 2026): q <- q - gate gain Sigma q, Sigma the covariance of the keys.
 
+    Ours: the chunkwise form without a K x K matrix per token, and in it the reference key (a covariance does not change
+    when a constant is taken from all keys; without that it cancels where keys share a large mean). What the paper
+    leaves open is an option; its defaults are our reading.
+
     Args:
         q, k: [B, T, Hk, K]; float16, bfloat16, float32 or float64.
         gate: [B, T, Hk], in [0, 1]; 0 leaves q as it is.
@@ -365,6 +366,8 @@ def ccq_gla(
     log_decay over channels. `normalize_keys` and `gain` are those of `curvature_query`, the rest is as for `gla`; the
     state is `CCQState(query, memory)`.
 
+    Ours: what is so in `curvature_query`, and the decay "backbone".
+
     >>> import jax.numpy as jnp
     >>> from linattn_jax import gla
     >>> k, no_decay, no_gate = jnp.ones((1, 3, 1, 2)), jnp.zeros((1, 3, 1, 2)), jnp.zeros((1, 3, 1))
@@ -430,6 +433,8 @@ def ccq_gated_delta_rule(
     log_decay over the value heads of each key head. Queries and keys are normalised first, where asked.
     `normalize_keys` and `gain` are those of `curvature_query`, the rest is as for `gated_delta_rule`; the state is
     `CCQState(query, memory)`.
+
+    Ours: what is so in `curvature_query`, and the decay "backbone".
 
     >>> import jax.numpy as jnp
     >>> k = jnp.eye(4)[None, :, None]
@@ -498,14 +503,16 @@ def ccq_kaczmarz(
     normalize_q: bool = False,
     normalize_k: bool = False,
 ) -> tuple[Array, CCQState]:
-    """CCQ on Kaczmarz linear attention: `kaczmarz` read with q - gate gain Sigma q (the combination is ours).
+    """CCQ (Le et al. 2026) on Kaczmarz linear attention: `kaczmarz` read with q - gate gain Sigma q.
 
     Options as for `ccq_gated_delta_rule` and `kaczmarz`; the state is `CCQState(query, memory)`.
+
+    Ours: the combination, and what is so in `ccq_gated_delta_rule`.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.full((1, 1, 1, 4), 3.0)
     >>> zero, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1))
-    >>> output, _ = ccq_kaczmarz(k, k, jnp.full((1, 1, 1, 1), 7.0), zero, one, one, eps=0.0, scale=1 / 36)
+    >>> output, _ = ccq_kaczmarz(k, k, jnp.full((1, 1, 1, 1), 7.0), zero, one, one, eps=0.0, scale=1.0)
     >>> round(float(output[0, 0, 0, 0]), 4)                                # one key has no covariance: as stored
     7.0
     """

@@ -178,7 +178,9 @@ def delta_rule(
     normalize_q: bool = False,
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
-    """DeltaNet's mixer (Schlag et al. 2021; chunkwise form after Yang et al. 2024): no decay.
+    """DeltaNet (Schlag et al. 2021; chunkwise form after Yang et al. 2024): S <- S + beta k (v - S^T k)^T.
+
+    Ours: nothing in the recurrence; the inverse of the chunkwise form's triangular system, by doubling blocks.
 
     Args:
         q, k: [B, T, Hk, K]; float16, bfloat16, float32 or float64.
@@ -189,7 +191,7 @@ def delta_rule(
         segment_ids: int32 [B, T]; the state starts empty where the id changes. Negative ids are padding: output 0, and
             nothing of what stands there is read or written.
         initial_segment_id: int32 [B]; rows whose first id differs drop their initial state.
-        implementation: "recurrent", "chunkwise" or None (the fastest that serves the platform).
+        implementation: "recurrent", "associative", "chunkwise" or None (the fastest that serves the platform).
         chunk_size: rows per chunk, a power of two; default 64, on a CPU 32 where K V <= 4096. Only speed and memory
             depend on it.
         normalize_q, normalize_k: L2-normalise q or k first, x * rsqrt(sum x^2 + 1e-6).
@@ -237,9 +239,14 @@ def gated_delta_rule(
     normalize_q: bool = False,
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
-    """Gated DeltaNet's mixer (Yang, Kautz and Hatamizadeh 2024, eq. 10): the delta rule on a decayed memory.
+    """Gated DeltaNet (Yang, Kautz and Hatamizadeh 2024, eq. 10): S <- S~ + beta k (v - S~^T k)^T, S~ = e^{log_decay} S.
 
-    As `delta_rule`, with log_decay [B, T, H], the natural log of the decay, in [-inf, 0].
+    The other arguments, results and errors are those of `delta_rule`.
+
+    Ours: nothing in the recurrence; log decays are summed over their own span, so -inf, which forgets all, is exact.
+
+    Args:
+        log_decay: [B, T, H], natural log of the decay, in [-inf, 0].
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 1))
@@ -279,11 +286,18 @@ def kaczmarz(
     normalize_q: bool = False,
     normalize_k: bool = False,
 ) -> tuple[Array, MatrixState]:
-    """KLA's mixer (Zou, Ren and Liu 2026, arXiv 2605.08587): the gated delta rule with beta = eta / (||k||^2 + eps).
+    """KLA (Zou, Ren and Liu 2026, arXiv 2605.08587): `gated_delta_rule` with beta = eta / (||k||^2 + eps).
 
-    As `gated_delta_rule`, with eta [B, T, H] in [0, 2], a step relative to Kaczmarz's projection: at eta = 1 and eps =
-    0 the write stores v at k exactly and changes the memory by the least Frobenius norm that does. Keys keep their
-    norm; a zero key writes nothing.
+    eta is a step relative to Kaczmarz's projection: at eta = 1 and eps = 0 the write stores v at k exactly and changes
+    the memory by the least Frobenius norm that does. Keys keep their norm; a zero key writes nothing. The other
+    arguments, results and errors are those of `gated_delta_rule`.
+
+    Ours: the chunkwise and associative forms run the gated delta rule on keys r k and values r v with strength eta,
+    r = (||k||^2 + eps)^{-1/2}: the same recurrence for every eps, and products of keys stay bounded.
+
+    Args:
+        eta: [B, T, H], the step, in [0, 2].
+        eps: added to ||k||^2.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.array([3.0, 4.0]).reshape(1, 1, 1, 2)

@@ -103,11 +103,15 @@ def gla(
     implementation: str | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Array, MatrixState]:
-    """Gated linear attention's mixer, exact for every gate.
+    """Gated linear attention (Yang et al. 2023): S <- diag(e^{log_decay}) S + k v^T.
 
-    log_decay [B, T, Hk, K], natural log per key channel, in [-inf, 0]; the other arguments, results and errors are
-    those of `delta_rule`. Nothing raises on values: a positive log decay grows the state without bound, and NaN does
-    what it does there.
+    The other arguments, results and errors are those of `delta_rule`. Nothing raises on values: a positive log decay
+    grows the state without bound, and NaN does what it does there.
+
+    Ours: the chunkwise form's scores, by halving the chunk: exact for every gate, and nothing can overflow.
+
+    Args:
+        log_decay: [B, T, Hk, K], natural log of the decay per key channel, in [-inf, 0].
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 2))

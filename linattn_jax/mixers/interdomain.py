@@ -3,8 +3,7 @@
 Per head, with N complex modes x [N, K + V] shared by all channels of keys and values, and M basis functions:
     x <- e^{log_a} x + b [k; v],  [u_m | gamma_m] = 2 Re(c_m x),  o = sum_m (q . u_m) gamma_m.
 The output is homogeneous of degree 1 in q and 2 in [k; v]: quadratic in the state, so no one linear attention. Nothing
-in the recurrence depends on the data. What is ours: the chunkwise form, two passes of matrix products without an N x K
-or M x V tensor per token.
+in the recurrence depends on the data.
 """
 
 from __future__ import annotations
@@ -128,6 +127,8 @@ def interdomain(
     chunk_size: int | None = None,
 ) -> tuple[Array, InterdomainState]:
     """Interdomain attention (Kiyohara et al. 2026), discretised: o = sum_m (q . u_m) gamma_m, [u | gamma] = 2 Re(c x).
+
+    Ours: the chunkwise form, two passes of matrix products without an N x K or M x V tensor per token.
 
     Args:
         q, k: [B, T, H, K]; float16, bfloat16, float32 or float64.

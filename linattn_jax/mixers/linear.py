@@ -161,9 +161,15 @@ def linear_attention(
 ) -> tuple[Array, NormalizedState]:
     """Linear attention (Katharopoulos et al. 2020): S <- S + k v^T, z <- z + k.
 
-    With `normalize_output` the read is divided by max(q . z, eps), which makes sense for non-negative features of q and
-    k; `scale` then cancels, save in the comparison with eps. The other arguments, results and errors are those of
-    `delta_rule`; the state is `NormalizedState(S [B, H, K, V], z [B, Hk, K])`, whatever the options.
+    The state is `NormalizedState(S [B, H, K, V], z [B, Hk, K])`, whatever the options. The other arguments, results and
+    errors are those of `delta_rule`.
+
+    Ours: nothing in the recurrence; the floor eps of the divisor.
+
+    Args:
+        normalize_output: divides the read by max(q . z, eps), which makes sense for non-negative features of q and k;
+            `scale` then cancels, save in the comparison with eps.
+        eps: least divisor of a normalised read.
 
     >>> import jax.numpy as jnp
     >>> q = k = jnp.ones((1, 3, 1, 2))
@@ -199,11 +205,15 @@ def simple_gla(
     implementation: str | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Array, MatrixState]:
-    """Linear attention with one decay per head and token: S <- e^{log_decay} S + k v^T.
+    """Linear attention with a decay (Sun et al. 2023, Dao and Gu 2024): S <- e^{log_decay} S + k v^T.
 
-    log_decay [B, T, H], natural log, in [-inf, 0]; the other arguments, results and errors are those of `delta_rule`.
     Mamba-2's SSD (Dao and Gu 2024) is q = C, k = B, v = dt x, log_decay = dt A, scale = 1; retention (Sun et al. 2023)
-    a constant log_decay.
+    a constant log_decay. The other arguments, results and errors are those of `delta_rule`.
+
+    Ours: nothing in the recurrence; log decays are summed over their own span, so -inf, which forgets all, is exact.
+
+    Args:
+        log_decay: [B, T, H], natural log of the decay, in [-inf, 0].
 
     >>> import jax.numpy as jnp
     >>> k = jnp.ones((1, 3, 1, 1))

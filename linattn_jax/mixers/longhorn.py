@@ -92,6 +92,8 @@ def longhorn(
 ) -> tuple[Array, LonghornState]:
     """Longhorn's mixer (Liu et al. 2024): h <- (1 - step k^2) h + step x k with step = delta / (1 + delta ||k||^2).
 
+    Ours: nothing in the recurrence.
+
     Args:
         x: [B, T, D]; float16, bfloat16, float32 or float64.
         k, q: [B, T, N], dtype of x; one key and query for all channels.

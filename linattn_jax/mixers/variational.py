@@ -5,9 +5,6 @@ Per head, with the penalty M [K, K], its inverse A, the memory S [K, V], the key
     S <- S + a^ (v - S^T k^)^T,  z <- z + k,  o = S^T q / max(q . z, eps).
 An empty memory has M = penalty I. The transition I - a^ k^T has spectral radius 1, but spectral norm
 (1 + sqrt(5 - 4 a^ . k^)) / 2, up to 1.618: the paper's Proposition 2, which says 1, holds for a^ = k^ alone.
-What is ours: the chunkwise form (one Cholesky factor serves all the A of a chunk), and deriving A anew from M every 64
-tokens, where the authors add 1e-3 I every 20; updates of A alone drift (after 1e5 equal directions in float32 the
-smallest eigenvalue of A is 10 times wrong).
 A is what M says: every form but the single step begins by deriving A from M, so gradients reach an initial state
 through M, and that of A is zero.
 """
@@ -85,6 +82,11 @@ def variational_refresh(state: VariationalState) -> VariationalState:
     """The state with A derived from M: do so at every 64th call or so of `variational_step`.
 
     A is kept where M has been rounded to a matrix that is not positive, which takes very many equal directions.
+
+    >>> import jax.numpy as jnp
+    >>> state = variational_init(1, 1, 2, 2)._replace(A=jnp.zeros((1, 1, 2, 2)))      # M = 0.1 I, an A far from 10 I
+    >>> round(float(variational_refresh(state).A[0, 0, 0, 0]), 3)
+    10.0
     """
     usable = jnp.all(jnp.isfinite(lax.linalg.cholesky(lax.stop_gradient(state.M))), axis=(-2, -1), keepdims=True)
     identity = jnp.eye(state.M.shape[-1], dtype=state.M.dtype)
@@ -260,7 +262,11 @@ def variational(
     implementation: str | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Array, VariationalState]:
-    """VLA's mixer (Pandey and Singh 2026): a delta rule that writes along A k / ||A k||, with A the inverse penalty.
+    """VLA (Pandey and Singh 2026): M <- M + u u^T, S <- S + a (v - S^T k)^T with a = M^{-1} k / ||M^{-1} k||.
+
+    Ours: the chunkwise form (one Cholesky factor serves all the A of a chunk), and deriving A anew from M every 64
+    tokens, where the authors add 1e-3 I every 20; updates of A alone drift (after 1e5 equal directions in float32 the
+    smallest eigenvalue of A is 10 times wrong).
 
     Args:
         q, k: [B, T, H, K]; float16, bfloat16, float32 or float64. Non-negative features, as reads are normalised.

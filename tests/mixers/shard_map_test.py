@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 PROGRAM = """
 import jax
@@ -25,6 +27,7 @@ for name in FAMILIES:
 """
 
 
+@pytest.mark.core
 def test_shard_map():
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"

@@ -141,6 +141,7 @@ def test_initial_parameters():
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     ("mixers", "fields"),
     [(HYBRID, {"layers": 4}), (("linear",), {"layers": 2, "tie_embeddings": False, "norm_eps": 1e-2})],
@@ -251,6 +252,7 @@ def test_prefill_and_decode(mixer):
     check_splits(mixers, tokens, prefill, **fields)
 
 
+@pytest.mark.core
 def test_prefill_and_decode_a_hybrid():
     """As above, in the default form and with prefills of just the prompt's length."""
     mixers, tokens = HYBRID, inputs()[:, :6]

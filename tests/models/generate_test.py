@@ -25,6 +25,7 @@ def collect(*args, **options):
     return np.concatenate(list(generate(*args, **options)), axis=1)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("mixers", [("kla",), ("gdn", "softmax")])
 def test_greedy_is_the_argmax_of_one_forward_pass(mixers, monkeypatch):
     """Also where the prompt is read in several pieces, the last of them padded."""

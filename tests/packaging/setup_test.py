@@ -2,9 +2,11 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,7 @@ class Machine:
         self.checkout = folder / "a check out"
         (self.checkout / ".ci").mkdir(parents=True)
         shutil.copy(ROOT / ".ci" / "setup", self.checkout / ".ci")
+        shutil.copy(ROOT / ".ci" / "oldest.txt", self.checkout / ".ci")
         (self.checkout / "pyproject.toml").write_text("[project]\n")
         self.home = folder / "home"
         self.first = folder / "first on path"
@@ -180,6 +183,40 @@ def test_nothing_to_do(ready):
 def test_another_extra_is_added_to_those_there(ready):
     assert ready.setup("dev").returncode == 0
     assert [call.rpartition(" ")[2] for call in ready.pip_calls()] == [".[test]", ".[dev,test]"]
+
+
+def test_the_oldest_versions_are_those_that_the_project_asks_for(machine):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = dict(
+        re.match(r"([\w-]+)>=([\d.]+)$", line).groups()
+        for line in project["dependencies"]
+        if ">=" in line and ";" not in line
+    )
+    lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert oldest.pop("jaxlib") == oldest["jax"]
+    assert {"jax", "flax", "optax", "orbax-checkpoint"} == set(oldest)
+    assert oldest == {name: bounds[name] for name in oldest}
+
+
+def test_the_oldest_versions_are_installed(ready):
+    assert "--constraint .ci/oldest.txt" in ready.pip_calls()[0]
+    (ready.checkout / ".ci" / "oldest.txt").write_text("jax==9.9\n")
+    assert ready.setup("test").stderr.splitlines()[-1] == "setup: ready."
+    assert len(ready.pip_calls()) == 2
+
+
+def test_the_newest_versions_have_an_environment_of_their_own(ready):
+    for _ in range(2):  # it asks each time, since what is newest changes
+        assert ready.setup("--latest", "test").returncode == 0
+    calls = ready.pip_calls()
+    assert len(calls) == 3
+    for call in calls[1:]:
+        assert "--constraint" not in call
+        assert "--upgrade flax jax jaxlib optax orbax-checkpoint" in call
+    assert (ready.checkout / ".venv-latest" / "setup-stamp").exists()
+    assert ready.setup("test").stderr == ""  # the other is as it was
+    assert len(ready.pip_calls()) == 3
 
 
 def test_changed_dependencies(ready):

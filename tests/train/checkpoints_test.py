@@ -52,6 +52,7 @@ def _same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.core
 def test_everything_comes_back_bit_for_bit(tmp_path, state):
     iterator = _iterator()
     [next(iterator) for _ in range(7)]

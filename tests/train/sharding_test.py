@@ -56,6 +56,7 @@ def test_mesh_sizes_must_use_all_devices():
             make_mesh(*sizes)
 
 
+@pytest.mark.core
 def test_eight_devices_give_the_numbers_of_one():
     program = pathlib.Path(__file__).parent / "sharded_program.py"
     root = program.parents[2]

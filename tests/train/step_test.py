@@ -55,6 +55,7 @@ def _loss(functional, params, batch, state=None, initial_segment_id=None):
     return jnp.sum(nats * weights) / jnp.sum(weights), state
 
 
+@pytest.mark.core
 def test_a_step_is_the_gradient_of_the_mean_loss(setup, make_batch):
     functional, state, step = setup()
     batch = make_batch()
