@@ -7,6 +7,7 @@ each length: ||A M - I||, ||A - M^{-1}|| / ||M^{-1}|| with M summed in float64, 
 linear attention on the same tokens. Cost: under a minute on two cores. Measured: docs/results/vla_state_norm.json.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -35,12 +36,12 @@ def measure(directions: str, lengths: list[int], size: int, seed: int):
     rng, state, additive, exact = np.random.default_rng(seed), None, None, 0.1 * np.eye(size)
     unit, norm = (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)), np.linalg.norm
     same = unit(rng.standard_normal((1, 1, 1, size)))
-    for start, length in zip([0, *lengths], lengths, strict=False):
+    for start, length in itertools.pairwise([0, *lengths]):
         raw, v, free = (rng.standard_normal((1, length - start, 1, size)) for _ in "kvu")
-        u = np.float32((unit(free) if directions == "random" else same + 0 * free) / size**0.5)
+        u = np.asarray((unit(free) if directions == "random" else same + 0 * free) / size**0.5, np.float32)
         k = np.exp(np.minimum(raw, 0)) + np.maximum(raw, 0)
         state, additive = _advance(*(jnp.asarray(x, jnp.float32) for x in (k, unit(v), u)), state, additive)
-        exact = exact + np.einsum("tk,tl->kl", *(np.float64(u[0, :, 0]),) * 2)
+        exact = exact + u[0, :, 0].astype(np.float64).T @ u[0, :, 0].astype(np.float64)
         (M, A, S), inverse = (np.asarray(x[0, 0], np.float64) for x in state[:3]), np.linalg.inv(exact)
         row = {"T": length, "A M - I": norm(A @ M - np.eye(size)), "A error": norm(A - inverse) / norm(inverse)}
         yield row | {"VLA ||S||": norm(S), "linear ||S||": float(norm(additive.S[0, 0]))}

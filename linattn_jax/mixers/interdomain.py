@@ -8,9 +8,9 @@ in the recurrence depends on the data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
-from linattn_jax.mixers.s4d import Span, make_span, mixed_product, mode_scores, real_product, write_modes
+from linattn_jax.mixers.s4d import Span, make_span, mixed_product, mode_scores, mode_table, real_product, write_modes
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
@@ -85,7 +85,8 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
     while size < length:
         later_power, earlier_power, together = span.halves(size)
         blocks = lambda x, i, s=size: x.reshape(*x.shape[:2], length // (2 * s), 2, s, x.shape[3])[:, :, :, i]
-        scores = jnp.einsum("...ik,...jk->...ij", blocks(q, 1), blocks(k, 0), precision=precision) * together
+        scores = jnp.einsum("...ik,...jk->...ij", blocks(q, 1), blocks(k, 0), precision=precision)
+        scores = scores if together is None else scores * together
         cross = later_power * mixed_product(scores, b[:, None, None] * earlier_power, precision)
         modes = modes + jnp.stack([jnp.zeros_like(cross), cross], axis=3).reshape(modes.shape)
         size *= 2
@@ -93,12 +94,17 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
 
 
 def _chunk(
-    call: Call, state: InterdomainState, x: dict[str, Array], segments: Segments | None, rows: Array
+    call: Call,
+    table: Array | None,
+    state: InterdomainState,
+    x: dict[str, Array],
+    segments: Segments | None,
+    rows: Array,
 ) -> tuple[Array, InterdomainState]:
     """One chunk. With p_i = sum_j (q_i . k_j) b a^{i - j} over the keys: q_i . u_m = 2 Re(c_m . p_i); so too values."""
     p, precision, q, k, v = call.parameters, call.precision, call.scale * x["q"], x["k"], x["v"]
-    span = make_span(p["log_a"], segments, q.shape[2], rows)
-    from_start = jnp.where((span.number == 0)[:, None, :, None], span.power(span.position), 0)
+    span = make_span(p["log_a"], table, segments, q.shape[2], rows)
+    from_start = span.from_start()
     keys, values = jnp.split(state.x, [k.shape[-1]], axis=-1)
     carried = from_start * mixed_product(q, jnp.swapaxes(keys, -1, -2), precision)
     modes = carried + _query_modes(q, k, p["b"], span, precision)
@@ -108,6 +114,16 @@ def _chunk(
     output = output + jnp.einsum("bhij,bhjv->bhiv", scores, v, precision=precision)
     both = jnp.concatenate([k, v], axis=-1)
     return output, InterdomainState(write_modes(state.x, p["b"], both, span, precision))
+
+
+def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
+    def form(
+        inputs: dict[str, Array], state: InterdomainState, segments: Segments | None
+    ) -> tuple[Array, InterdomainState]:
+        table = mode_table(call.parameters["log_a"], call.chunk(chunk_size)) if segments is None else None
+        return call.chunkwise(partial(_chunk, call, table), chunk_size, counted=True)(inputs, state, segments)
+
+    return form
 
 
 @dispatch.on_any_mesh
@@ -165,7 +181,7 @@ def interdomain(
     forms = {
         "recurrent": call.recurrent(partial(_token, call)),
         "associative": call.associative(partial(_whole, call)),
-        "chunkwise": call.chunkwise(partial(_chunk, call), chunk_size, counted=True),
+        "chunkwise": _chunkwise(call, chunk_size),
     }
     return call.run("interdomain", forms, implementation)
 

@@ -48,24 +48,52 @@ class Span(NamedTuple):
     position: [B or 1, C], real tokens of the chunk up to and with each row, as floats.
     number: [B or 1, C], resets up to and with each row.
     total: [B or 1], real tokens of the chunk.
+    table: for unpacked rows a^0 to a^C, [H, C + 1, N], which spares the exponentials in every chunk; else None.
     """
 
     log_a: Array
     position: Array
     number: Array
     total: Array
+    table: Array | None
 
     def power(self, exponent: Array) -> Array:
         """a^exponent [B or 1, H, ..., N] for exponents [B or 1, ...] >= 0."""
         log_a = self.log_a.reshape(self.log_a.shape[0], *(1,) * (exponent.ndim - 1), self.log_a.shape[1])
         return jnp.exp(exponent[:, None, ..., None] * log_a)
 
-    def halves(self, size: int) -> tuple[Array, Array, Array]:
+    def from_start(self) -> Array:
+        """a to each row's position [B or 1, H, C, N], 0 behind a reset: the weight in it of the modes before."""
+        if self.table is not None:
+            return self.table[None, :, 1:]
+        return jnp.where((self.number == 0)[:, None, :, None], self.power(self.position), 0)
+
+    def to_end(self) -> Array:
+        """a to the real tokens after each row [B or 1, H, C, N], 0 before the last reset."""
+        if self.table is None:
+            last = (self.number == self.number[:, -1:])[:, None, :, None]
+            return jnp.where(last, self.power(self.total[:, None] - self.position), 0)
+        length = self.position.shape[1]
+        falling = self.table[None, :, length - 1 :: -1] if length > 1 else self.table[None, :, :1]
+        behind = jnp.zeros_like(falling)  # the rows there are zeros
+        start = length - self.total[0].astype(jnp.int32)
+        return lax.dynamic_slice_in_dim(jnp.concatenate([falling, behind], axis=2), start, length, axis=2)
+
+    def over(self) -> Array:
+        """a to the real tokens of the chunk [B or 1, H, N], 0 where there is a reset: what is left of the modes."""
+        if self.table is not None:
+            return lax.dynamic_index_in_dim(self.table, self.total[0].astype(jnp.int32), axis=1, keepdims=False)[None]
+        return jnp.where((self.number[:, -1] == 0)[:, None, None], self.power(self.total), 0)
+
+    def halves(self, size: int) -> tuple[Array, Array, Array | None]:
         """For blocks of two halves of `size` rows: a to the distance from the boundary, of later rows and of earlier.
 
-        Both [B or 1, H, C / 2 size, size, N]. Also where a pair of a later row and an earlier lies in one segment,
-        bool [B or 1, 1, C / 2 size, size, size].
+        Both [B or 1, H, C / 2 size or 1, size, N]. Also where a pair of a later row and an earlier lies in one segment,
+        [B, 1, C / 2 size, size, size], or None where all do.
         """
+        if self.table is not None:
+            later, earlier = self.table[:, 1 : size + 1], self.table[:, :size]
+            return later[None, :, None], earlier[None, :, None, ::-1], None
         blocks = self.number.shape[1] // (2 * size)
         position, number = (x.reshape(x.shape[0], blocks, 2, size) for x in (self.position, self.number))
         boundary = position[:, :, 0, -1:]
@@ -73,14 +101,19 @@ class Span(NamedTuple):
         return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
 
 
-def make_span(log_a: Array, segments: Segments | None, length: int, rows: Array | int) -> Span:
-    """The span of `length` rows with these segments; without, the first `rows` of them are real."""
+def mode_table(log_a: Array, length: int) -> Array:
+    """a^0 to a^length [H, length + 1, N] of log_a [H, N]."""
+    return jnp.exp(jnp.arange(length + 1, dtype=log_a.real.dtype)[:, None] * log_a[:, None])
+
+
+def make_span(log_a: Array, table: Array | None, segments: Segments | None, length: int, rows: Array | int) -> Span:
+    """The span of `length` rows with these segments; without, the first `rows` of them are real, and take a table."""
     real = log_a.real.dtype
     if segments is None:
         position = jnp.arange(1, length + 1, dtype=real)[None]
-        return Span(log_a, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None])
+        return Span(log_a, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None], table)
     position = jnp.cumsum(segments.valid.astype(real), axis=-1)
-    return Span(log_a, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1])
+    return Span(log_a, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1], None)
 
 
 def real_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
@@ -105,7 +138,8 @@ def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None)
     while size < length:
         later_power, earlier_power, together = span.halves(size)
         later = w.reshape(*w.shape[:2], length // (2 * size), 2, size, w.shape[3])[:, :, :, 1] * later_power
-        cross = 2 * real_product(later, b[:, None, None] * earlier_power, precision) * together
+        cross = 2 * real_product(later, b[:, None, None] * earlier_power, precision)
+        cross = cross if together is None else cross * together
         pairs = scores.reshape(*scores.shape[:2], length // (2 * size), 2, size, size)
         shape = (*cross.shape[:3], size, size)
         first, second = (jnp.broadcast_to(pairs[:, :, :, i], shape) for i in (0, 1))
@@ -116,12 +150,8 @@ def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None)
 
 def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precision | None) -> Array:
     """The modes x [B, H, N, D] after the chunk's rows y [B, H, C, D] have been written."""
-    alive = (span.number[:, -1] == 0)[:, None, None, None]
-    last = (span.number == span.number[:, -1:])[:, None, :, None]
-    ahead = jnp.maximum(span.total[:, None] - span.position, 0)  # rows behind the end are zeros
-    weight = jnp.where(last, b[:, None] * span.power(ahead), 0)
-    written = mixed_product(jnp.swapaxes(y, -1, -2), weight, precision)
-    return jnp.where(alive, span.power(span.total)[..., None] * x, 0) + jnp.swapaxes(written, -1, -2)
+    written = mixed_product(jnp.swapaxes(y, -1, -2), b[:, None] * span.to_end(), precision)
+    return span.over()[..., None] * x + jnp.swapaxes(written, -1, -2)
 
 
 def _token(call: Call, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
@@ -146,15 +176,19 @@ def _kernel(call: Call, span: Span) -> Array:
 
 
 def _chunk(
-    call: Call, kernel: Array | None, state: ModeState, x: dict[str, Array], segments: Segments | None, rows: Array
+    call: Call,
+    shared: tuple[Array, Array] | None,
+    state: ModeState,
+    x: dict[str, Array],
+    segments: Segments | None,
+    rows: Array,
 ) -> tuple[Array, ModeState]:
     p, u = call.parameters, x["x"]
-    span = make_span(p["log_a"], segments, u.shape[2], rows)
-    kernel = _kernel(call, span) if kernel is None else kernel
-    carried = 2 * jnp.sum((span.power(span.position) * (p["c"] * state.h)[:, :, None]).real, axis=-1)
-    kernel, axes = (kernel[0], "hij") if kernel.shape[0] == 1 else (kernel, "bhij")
-    y = jnp.einsum(f"{axes},bhj->bhi", kernel, u, precision=call.precision)
-    y = y + jnp.where((span.number == 0)[:, None], carried, 0) + p["d"][:, None] * u
+    table, kernel = (None, None) if shared is None else shared
+    span = make_span(p["log_a"], table, segments, u.shape[2], rows)
+    kernel, axes = (_kernel(call, span), "bhij") if kernel is None else (kernel, "hij")
+    carried = 2 * real_product(span.from_start(), (p["c"] * state.h)[:, :, None], call.precision)[..., 0]
+    y = carried + jnp.einsum(f"{axes},bhj->bhi", kernel, u, precision=call.precision) + p["d"][:, None] * u
     h = write_modes(state.h[..., None], p["b"], u[..., None], span, call.precision)[..., 0]
     return y, ModeState(h)
 
@@ -163,10 +197,11 @@ def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
     """The chunkwise form; unpacked rows have one kernel for all chunks."""
 
     def form(inputs: dict[str, Array], state: ModeState, segments: Segments | None) -> tuple[Array, ModeState]:
-        rows, kernel = call.chunk(chunk_size), None
+        rows, log_a, shared = call.chunk(chunk_size), call.parameters["log_a"], None
         if segments is None:
-            kernel = _kernel(call, make_span(call.parameters["log_a"], None, rows, rows))
-        return call.chunkwise(partial(_chunk, call, kernel), chunk_size, counted=True)(inputs, state, segments)
+            table = mode_table(log_a, rows)
+            shared = table, _kernel(call, make_span(log_a, table, None, rows, rows))[0]
+        return call.chunkwise(partial(_chunk, call, shared), chunk_size, counted=True)(inputs, state, segments)
 
     return form
 
