@@ -124,15 +124,21 @@ def check_all(name, form, inputs, dtype="float32", normalize=None):
 # Values and gradients -------------------------------------------------------------------------------------------------
 
 
-@every_form_always
+@every_form
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127])
 def test_any_length(name, form, length):
     inputs = make_inputs(name, T=length, K=8, V=8)
     check_values(name, form, inputs, initial_state=make_state(name, K=8, V=8))
 
 
+@pytest.mark.parametrize("name", sorted(MIXERS))
+@pytest.mark.parametrize("length", [0, 1, 17])
+def test_some_lengths_of_the_associative_form(name, length):
+    test_any_length(name, "associative", length)
+
+
 @each(forms=("associative", "chunkwise"))
-@pytest.mark.parametrize("length", [1000, 43884, 65537])
+@pytest.mark.parametrize("length", [1000, pytest.param(43884, marks=pytest.mark.slow), 65537])
 def test_long_rows(name, form, length):
     inputs = make_inputs(name, B=1, T=length, Hk=1, H=1, K=8, V=8)
     output, state = forward(name, form, inputs, chunk_size=64)
@@ -158,7 +164,7 @@ def test_sizes(name, form, K, V):
     check_values(name, form, make_inputs(name, B=2, T=19, Hk=1, H=2, K=K, V=V))
 
 
-@every_form_always
+@every_form
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_dtypes(name, form, dtype):
     with jax.enable_x64(dtype == "float64"):
@@ -260,7 +266,7 @@ def test_hard_keys(name, form, keys):
 
 @pytest.mark.parametrize("name", sorted(having("k")))
 @pytest.mark.parametrize("keys", ["parallel", "long", "tiny", "zero"])
-@pytest.mark.parametrize("chunk_size", [128, 256])
+@pytest.mark.parametrize("chunk_size", [pytest.param(128, marks=pytest.mark.slow), 256])
 def test_hard_keys_in_long_chunks(name, keys, chunk_size):
     check_keys(name, "chunkwise", keys, chunk_size)
 
@@ -447,7 +453,7 @@ def test_thousands_of_one_token_documents(name, form):
 # State ----------------------------------------------------------------------------------------------------------------
 
 
-@every_form_always
+@every_form
 def test_split_anywhere(name, form):
     """Any split into calls with carried state equals one call; so do token steps and blocks of 2 to 8 tokens."""
     inputs = make_inputs(name, T=24)
@@ -475,7 +481,7 @@ def test_split_anywhere(name, form):
     same_state(state, "steps")
 
 
-@every_form_always
+@every_form
 def test_gradients_through_states(name, form):
     """Through the initial state, and chained over four segments, equal to one float64 pass."""
     inputs = make_inputs(name, T=22)
