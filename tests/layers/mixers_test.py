@@ -26,6 +26,24 @@ FEW_MODES = {
 }
 IDS = np.array([[7, 7, -1, 7, 8, 8, 8, 7, 7], [-1, -1, 0, 0, 5, 5, 5, -4, -4]], np.int32)
 every_layer = pytest.mark.parametrize("name", LAYERS)
+# Rows that take long, on layers that differ in kind; the others are in the long test.
+KINDS = (
+    "kla",
+    "deltanet_vla",
+    "gla",
+    "linear",
+    "retention",
+    "mamba2",
+    "softmax",
+    "vla",
+    "ccq_gdn",
+    "interdomain",
+    "s4d",
+    "longhorn",
+)
+every_kind = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in LAYERS]
+)
 
 
 def sizes(name):
@@ -194,7 +212,7 @@ def test_padding_and_gradients(name):
     assert not np.any(g[0, :4])
 
 
-@every_layer
+@every_kind
 def test_gradients_are_derivatives(name):
     """Of each parameter and of x, against central differences of the float64 layer along a random direction."""
     graph, parameters, _ = build(name)
@@ -227,7 +245,7 @@ def test_gradients_are_derivatives(name):
         assert_close(seen, difference(moved), bound, jax.tree_util.keystr(path))
 
 
-@every_layer
+@every_kind
 def test_prefill_and_decode(name):
     """Prefill, with what does not fit padded away, then one token at a time, equals one pass at every split."""
     x = inputs()
@@ -242,7 +260,7 @@ def test_prefill_and_decode(name):
         assert_close(np.concatenate(outputs, 1), wanted, 1e-5, f"split {split}")
 
 
-@every_layer
+@every_kind
 def test_blocks_of_tokens(name):
     """Several tokens onto a carried state, which is dropped where the row's document is another."""
     x = inputs()
