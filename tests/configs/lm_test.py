@@ -67,7 +67,7 @@ def test_lion_gets_a_rate_of_its_own():
         ("seed=1,seed=2", r"seed is given twice"),
         ("data='/a,b", r"has an open ' in"),
         ("size=7b", r"unknown size '7b'; known: tiny, 30m"),
-        ("mixer=kla+mamba9", r"unknown mixer 'mamba9'; known: deltanet, gdn"),
+        ("mixer=kla+mamba9", r"unknown mixer 'mamba9'; known: ccq_deltanet, ccq_gdn"),
         ("layout=loose", r"unknown layout 'loose'"),
         ("steps=inf", r"steps in the config's argument must be a whole number, got 'inf'"),
     ],

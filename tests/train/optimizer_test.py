@@ -123,7 +123,8 @@ def test_muon_treats_each_layer_of_a_stack_as_one_matrix():
     params = _params()
     grads = _params(seed=1)
     optimizer, rate = make_optimizer(_config(name="muon"), steps=14)
-    updates = _update(optimizer, grads, params)
+    undecayed, _ = make_optimizer(_config(name="muon", weight_decay=0.0), steps=14)
+    updates, directions = (_update(o, grads, params) for o in (optimizer, undecayed))
     for path, (rows, columns) in (("q_proj", (8, 16)), ("o_proj", (16, 8))):
         stacked = np.asarray(updates["layers"]["mixer"][path]["kernel"])
         for layer in range(3):
@@ -131,9 +132,8 @@ def test_muon_treats_each_layer_of_a_stack_as_one_matrix():
             single = _update(optimizer, alone, alone)
             np.testing.assert_allclose(stacked[layer], single["x"][path]["kernel"], rtol=1e-4, atol=1e-6)
             # Orthogonal up to Newton-Schulz's slack (singular values 0.5 to 1.5), at AdamW's scale.
-            singular = np.linalg.svd(stacked[layer], compute_uv=False) / (
-                rate(0) * MUON_RMS * max(rows, columns) ** 0.5
-            )
+            direction = np.asarray(directions["layers"]["mixer"][path]["kernel"][layer])
+            singular = np.linalg.svd(direction, compute_uv=False) / (rate(0) * MUON_RMS * max(rows, columns) ** 0.5)
             assert (singular > 0.4).all()
             assert (singular < 1.6).all()
     adam, _ = make_optimizer(_config(), steps=14)
