@@ -11,7 +11,7 @@ ValueError: simple_gla: log_decay is positive somewhere, wanted natural logs in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -38,10 +38,9 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled with value checks, raising ValueError with the first that fails.
 
     Arguments must be arrays or pytrees of arrays; bind options first, with functools.partial. Checks are of the inputs
-    of every mixer and short convolution called inside, and of the states of softmax attention and the convolution, not
-    of other states or of single steps of other mixers: NaN and infinities among real tokens, a positive log_decay, a
-    step beta ||k||^2 or eta outside [0, 2]. Check the forward pass: of a scan that is differentiated, such as the
-    decoder's layers, JAX loses checks.
+    and initial states of every mixer and short convolution called inside, not of single steps of mixers: NaN and
+    infinities among real tokens, a positive log_decay, a step beta ||k||^2 or eta outside [0, 2]. Check the forward
+    pass: of a scan that is differentiated, such as the decoder's layers, JAX loses checks.
     """
     compiled = jax.jit(checkify.checkify(function, errors=checkify.user_checks))
 
@@ -57,8 +56,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def check_inputs(name: str, inputs: dict[str, Array], valid: Array | None) -> None:
-    """States what the inputs [B, T, ...] of a mixer must be at its real tokens (`valid` [B, T], None for all)."""
+def check_inputs(name: str, inputs: Mapping[str, Array | list[Array]], valid: Array | None) -> None:
+    """States what the inputs [B, T, ...] of a mixer must be at its real tokens (`valid` [B, T], None for all).
+
+    A list holds the arrays of a state.
+    """
     if not _ON.value:
         return
 
@@ -68,7 +70,10 @@ def check_inputs(name: str, inputs: dict[str, Array], valid: Array | None) -> No
         return jnp.all(ok)
 
     for key, x in inputs.items():
-        if key == "log_decay":
+        if isinstance(x, list):
+            finite = jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in x]).all()
+            checkify.check(finite, f"{name}: {key} is NaN or infinite somewhere.")
+        elif key == "log_decay":
             checkify.check(every(~jnp.isnan(x) & ~jnp.isposinf(x)), f"{name}: {key} is NaN or inf somewhere.")
             checkify.check(every(x <= 0), f"{name}: {key} is positive somewhere, wanted natural logs in [-inf, 0].")
         else:

@@ -148,7 +148,7 @@ def check_all(name, form, inputs, dtype="float32", normalize=None):
 # Values and gradients -------------------------------------------------------------------------------------------------
 
 
-@rotated("length", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127], 4)
+@rotated("length", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127], 3)
 def test_any_length(name, form, length):
     inputs = make_inputs(name, T=length, K=8, V=8)
     check_values(name, form, inputs, initial_state=make_state(name, K=8, V=8))
@@ -161,7 +161,7 @@ def test_some_lengths_of_the_associative_form(name, length):
 
 
 @each(forms=("associative", "chunkwise"))
-@pytest.mark.parametrize("length", [1000, pytest.param(43884, marks=pytest.mark.slow), 65537])
+@pytest.mark.parametrize("length", [1000, *(pytest.param(n, marks=pytest.mark.slow) for n in (43884, 65537))])
 def test_long_rows(name, form, length):
     inputs = make_inputs(name, B=1, T=length, Hk=1, H=1, K=8, V=8)
     output, state = forward(name, form, inputs, chunk_size=64)
@@ -175,7 +175,7 @@ def test_long_rows(name, form, length):
         assert_close(s, final[field], limit(field, "float32"), field)
 
 
-@rotated("counts", [(2, 6), (1, 2), (1, 1), (1, 4), (1, 8)], 2, GROUPED)
+@rotated("counts", [(2, 6), (1, 2), (1, 1), (1, 4), (1, 8)], 1, GROUPED)
 def test_grouped_heads_and_gradients(name, form, counts):
     key_heads, heads = counts
     check_all(name, form, make_inputs(name, T=21, Hk=key_heads, H=heads, K=8, V=12))
@@ -187,10 +187,10 @@ def test_sizes(name, form, sizes):
     check_values(name, form, make_inputs(name, B=2, T=19, Hk=1, H=2, K=K, V=V))
 
 
-@rotated("dtype", ["float64", "bfloat16", "float32", "float16"], 2)
+@rotated("dtype", ["float64", "bfloat16", "float32", "float16"], 1)
 def test_dtypes(name, form, dtype):
     with jax.enable_x64(dtype == "float64"):
-        inputs = make_inputs(name, T=70, K=32, V=32, dtype=dtype)
+        inputs = make_inputs(name, T=50, dtype=dtype)
         check_all(name, form, inputs, dtype)
         _, state, _ = backward(name, form, inputs, weights(name, inputs))
         wide = {"float64", "complex128"} if dtype == "float64" else {"float32", "complex64"}
@@ -253,13 +253,13 @@ def test_options_of_the_mixer(name, form):
 # Decay ----------------------------------------------------------------------------------------------------------------
 
 
-@rotated("decay", [-1.0, -20.0, "zero", -6.0, -100.0, "sometimes"], 3, DECAYING)
+@rotated("decay", [-1.0, -20.0, "zero", -6.0, -100.0, "sometimes"], 2, DECAYING)
 def test_decays(name, form, decay):
     inputs = make_inputs(name, T=50, decay=decay)
     check_all(name, form, inputs)
 
 
-@rotated("spike", [(-np.inf, 21), (-1000.0, 16), (-np.inf, 16), (-1000.0, 21)], 2, DECAYING)
+@rotated("spike", [(-np.inf, 21), (-1000.0, 16), (-np.inf, 16), (-1000.0, 21)], 1, DECAYING)
 def test_one_token_forgets(name, form, spike):
     value, position = spike
     inputs = make_inputs(name, T=50, decay=("spike", value, position))
@@ -309,8 +309,8 @@ def compare_conditioned(name, inputs, output, state):
 
 @rotated("position", [23, 16, 37], 1)
 def test_causal_bit_for_bit(name, form, position):
-    inputs = make_inputs(name, T=40)
-    other = make_inputs(name, T=40, seed=9)
+    inputs = make_inputs(name, T=50)
+    other = make_inputs(name, T=50, seed=9)
     changed = dict(inputs)
     for key in sequences(name):
         later = 10 * other[key][:, position:]
@@ -382,14 +382,17 @@ def test_initial_segment_id(name, form):
     output, _ = forward(name, form, inputs, **arrays)
     assert_close(output[0], kept[0], 1e-6)
     assert_close(output[1], dropped[1], 1e-6)
+    broken = jax.tree.map(lambda s: s.at[1].set(np.nan), initial)  # what is dropped may hold anything
+    again, _ = forward(name, form, inputs, **arrays | {"initial_state": broken})
+    np.testing.assert_array_equal(again, output)
 
 
 @every_form_always
 def test_padding_leaves_no_trace(name, form):
     """Negative ids at the left, right and inside, over NaN, in values, the final state and gradients."""
-    inputs = make_inputs(name, B=1, T=30)
+    inputs = make_inputs(name, B=1, T=37)
     real = np.r_[4:11, 13:25]
-    ids = np.full((1, 30), -1, np.int32)
+    ids = np.full((1, 37), -1, np.int32)
     ids[:, 4:18], ids[:, 18:25] = 7, 8
     ids[:, 11:13] = -5
     dirty, clean = dict(inputs), dict(inputs)
@@ -445,7 +448,7 @@ def make_shape(name, inputs):
     return tuple(sizes[axis] for axis in MIXERS[name].output.split())
 
 
-@every_form
+@every_family
 def test_boundaries_do_not_recompile(name, form):
     inputs = make_inputs(name, B=1, T=8, K=4, V=4)
     traces = []
@@ -460,7 +463,7 @@ def test_boundaries_do_not_recompile(name, form):
     assert len(traces) == 1
 
 
-@every_form
+@every_family
 def test_thousands_of_one_token_documents(name, form):
     inputs = make_inputs(name, B=1, T=3000, Hk=1, H=1, K=4, V=4)
     ids = np.arange(3000, dtype=np.int32)[None]
@@ -563,7 +566,7 @@ def widen_numpy(a):
     return np.asarray(a, np.complex128 if np.iscomplexobj(np.asarray(a)) else np.float64)
 
 
-@every_form
+@every_family
 def test_matmul_precision_settings(name, form):
     inputs = make_inputs(name, T=18)
     wanted, _ = reference(name, inputs)
@@ -583,9 +586,9 @@ def test_strict_promotion_settings(name, form):
         jax.eval_shape(lambda x, s: step(name, s, x, 0), inputs, state)
 
 
-@every_form
+@every_family
 def test_same_bits_twice(name, form):
-    inputs = make_inputs(name, T=40, decay="sometimes")
+    inputs = make_inputs(name, T=50, decay="sometimes")
     first, second = (backward(name, form, inputs, weights(name, inputs)) for _ in range(2))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(a, b)

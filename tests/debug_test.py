@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import call, make_inputs, sequences
+from cases import call, make_inputs, make_state, sequences
 
 from linattn_jax import softmax_attention, softmax_attention_init
 from linattn_jax.debug import checked
@@ -84,6 +84,15 @@ def test_softmax_attention_and_the_convolution():
         convolve(nan[2][..., None] * q[..., 0, :], history, IDS)
     with pytest.raises(ValueError, match="short_convolution: initial_state is NaN or infinite"):
         convolve(q[..., 0, :], history * np.float32(np.nan), IDS)
+
+
+def test_a_bad_state_is_found():
+    inputs, state = make_inputs("ccq_gla", T=8), make_state("ccq_gla")
+    bad = state._replace(memory=state.memory._replace(S=state.memory.S.at[0, 0, 0, 0].set(np.nan)))
+    advance = checked(lambda x, s: call("ccq_gla", x, initial_state=s))
+    advance(inputs, state)
+    with pytest.raises(ValueError, match="ccq_gla: initial_state is NaN or infinite somewhere"):
+        advance(inputs, bad)
 
 
 def test_off_means_off():

@@ -60,6 +60,7 @@ class Call:
     def run(self, name: str, forms: Mapping[str, Any], implementation: str | None) -> Any:
         """Output and final state by the implementation asked for, after the value checks, where they are on."""
         debug.check_inputs(name, self.inputs, None if self.segments is None else self.segments.valid)
+        debug.check_inputs(name, {"initial_state": jax.tree.leaves(self.state)}, None)
         if self.sizes["T"] == 0 and implementation == "associative":
             forms = {**forms, "associative": forms["recurrent"]}  # there is nothing to combine
         values = next(reversed(self.inputs.values()))
@@ -189,6 +190,11 @@ def prepare(
     """Checks the array arguments of a mixer, by name, against their declarations; `empty` makes its empty state."""
     parts = _prepare(arrays, arguments, scale, empty, initial_state, "initial_state")
     segments = chunking.find_segments(segment_ids, initial_segment_id, parts["sizes"]["B"], parts["sizes"]["T"])
+    if segments is not None and not (initial_state is None or initial_segment_id is None) and parts["sizes"]["T"]:
+        # Put aside here, a state that is dropped reaches nothing, whatever it holds.
+        first = jnp.argmax(segments.valid, axis=1)[:, None]
+        dropped = jnp.take_along_axis(segments.reset, first, axis=1)[:, 0]
+        parts["state"] = chunking.select(dropped, parts["empty"], parts["state"])
     return Call(segments=segments, **parts)
 
 

@@ -66,7 +66,7 @@ def masked(mask: Array, x: Array) -> Array:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, jnp.zeros((), x.dtype))
 
 
-def _select(mask: Array, x: Pytree, y: Pytree) -> Pytree:
+def select(mask: Array, x: Pytree, y: Pytree) -> Pytree:
     """Leaves of x where `mask` (which names their leading axes) holds, of y elsewhere."""
     return jax.tree.map(lambda a, b: jnp.where(mask.reshape(mask.shape + (1,) * (a.ndim - mask.ndim)), a, b), x, y)
 
@@ -89,10 +89,10 @@ def scan_tokens(
         x, at = token
         if at is not None:
             x = {name: masked(at.valid, a) for name, a in x.items()}
-            carry = _select(at.reset, empty, carry)
+            carry = select(at.reset, empty, carry)
         output, new = step(carry, {name: a.astype(dtype) for name, a in x.items()})
         if at is not None:
-            output, new = masked(at.valid, output), _select(at.valid, new, carry)
+            output, new = masked(at.valid, output), select(at.valid, new, carry)
         return new, output
 
     tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), (inputs, segments))

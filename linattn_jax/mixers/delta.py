@@ -297,7 +297,7 @@ def kaczmarz(
 
     Args:
         eta: [B, T, H], the step, in [0, 2].
-        eps: added to ||k||^2.
+        eps: added to ||k||^2. With 0, zero keys write nothing, and gradients of keys of norm below 1e-10 overflow.
 
     >>> import jax.numpy as jnp
     >>> k = jnp.array([3.0, 4.0]).reshape(1, 1, 1, 2)

@@ -186,7 +186,7 @@ def test_packed_rows_equal_separate_rows(name):
     assert not np.any(np.asarray(y)[IDS < 0])
 
 
-@every_layer
+@every_kind
 def test_padding_and_gradients(name):
     """NaN on padding reaches no parameter; every parameter has a gradient; none crosses documents."""
     graph, parameters, _ = build(name)
@@ -272,7 +272,7 @@ def test_blocks_of_tokens(name):
     assert_close(y[1], exact(name, x[1:, 4:])[0], 1e-5, "another document")
 
 
-@every_layer
+@every_kind
 def test_no_tokens(name):
     layer = build(name)[2]
     for state in (None, empty(name)):
