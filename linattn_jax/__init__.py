@@ -4,7 +4,7 @@ Every mixer is `output, final_state = mixer(q, k, v, <gates>, ...)` with arrays 
 `mixer_step`, one token, and `mixer_init`, the empty state.
 """
 
-from linattn_jax.mixers.curvature import (
+from linattn_jax.mixers.ccq import (
     ccq_gated_delta_rule,
     ccq_gated_delta_rule_init,
     ccq_gated_delta_rule_step,
@@ -14,10 +14,8 @@ from linattn_jax.mixers.curvature import (
     ccq_kaczmarz,
     ccq_kaczmarz_init,
     ccq_kaczmarz_step,
-    curvature_query,
-    curvature_query_init,
-    curvature_query_step,
 )
+from linattn_jax.mixers.curvature import curvature_query, curvature_query_init, curvature_query_step
 from linattn_jax.mixers.delta import (
     delta_rule,
     delta_rule_init,

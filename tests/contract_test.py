@@ -34,16 +34,18 @@ def each(names=frozenset(MIXERS), quick=("recurrent", "chunkwise"), forms=None):
 def rotated(argument, values, count, names=frozenset(MIXERS)):
     """The recurrent and chunkwise form of every mixer with every value; all but `count` of each in the long test alone.
 
-    Which these are differs from form to form, so that each value is always tried on some.
+    Which these are differs from mixer to mixer, so that each of the two forms meets every value on some.
     """
-    params, turn = [], 0
-    for name, form in FORMS:
-        if name in names:
-            chosen = {(turn * count + i) % len(values) for i in range(count)} if form != "associative" else ()
-            turn += form != "associative"
+    params = []
+    for form in ("recurrent", "chunkwise", "associative"):
+        met = set()
+        for turn, name in enumerate(sorted(names)):
+            chosen = {(turn * count + i) % len(values) for i in range(count)} if form != "associative" else set()
+            met |= chosen
             for i, value in enumerate(values):
                 marks = () if i in chosen else pytest.mark.slow
                 params.append(pytest.param(name, form, value, marks=marks))
+        assert form == "associative" or len(met) == len(values), (argument, form)
     return pytest.mark.parametrize(("name", "form", argument), params)
 
 
@@ -173,6 +175,11 @@ def test_long_rows(name, form, length):
     assert_close(output, wanted, limit("output", "float32"), "output")
     for field, s in fields(state).items():
         assert_close(s, final[field], limit(field, "float32"), field)
+
+
+@pytest.mark.parametrize("name", FAMILIES[:5])
+def test_very_long_rows(name):
+    test_long_rows(name, "chunkwise", 65537)
 
 
 @rotated("counts", [(2, 6), (1, 2), (1, 1), (1, 4), (1, 8)], 1, GROUPED)

@@ -12,8 +12,7 @@ VALUES = {"float64": 1e-12, "float32": 1e-5, "float16": 2e-3, "bfloat16": 5e-3}
 GRADIENTS = {"float64": 1e-11, "float32": 2e-5, "float16": 3e-3, "bfloat16": 8e-3}
 GATE_GRADIENTS = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 2e-2}
 
-# What decays or weighs whole writes, or as a parameter all of them: its gradient sums over everything that they touch.
-GATES = ("log_decay", "beta", "eta", "gate", "delta", "log_a", "b", "c", "d")
+GATES = ("log_decay", "beta", "eta", "log_a")
 
 
 def limit(name: str, dtype: str, gradient: bool = False) -> float:

@@ -16,14 +16,8 @@ from linattn_jax import gates
 from linattn_jax.layers.common import LayerState, Make, MixerLayer
 from linattn_jax.layers.delta import KLA, DeltaNet, GatedDeltaNet
 from linattn_jax.layers.linear import GLA, Mamba2
-from linattn_jax.mixers.curvature import (
-    CCQState,
-    ccq_gated_delta_rule,
-    ccq_gla,
-    ccq_init,
-    ccq_kaczmarz,
-    curvature_query,
-)
+from linattn_jax.mixers.ccq import CCQState, ccq_gated_delta_rule, ccq_gla, ccq_init, ccq_kaczmarz
+from linattn_jax.mixers.curvature import curvature_query
 from linattn_jax.mixers.delta import l2_normalize
 from linattn_jax.mixers.linear import simple_gla
 from linattn_jax.types import Array

@@ -1,15 +1,15 @@
-"""CCQ, the curvature-conditioned query (Le et al. 2026): the query contracted along dense key directions, then read.
+"""The curvature-conditioned query of CCQ (Le et al. 2026): contracted along dense key directions, then to be read.
 
 Per key head, with the covariance Sigma_t of the keys up to t (weights 1, or decayed):
     q <- q - gate gain Sigma_t q,
-after which any linear-attention memory is read with the new q. The write is untouched. Sigma comes from k / ||k||
-unless `normalize_keys=False`: then 0 <= Sigma <= I, and the query contracts for gate gain <= 1.
+after which any linear-attention memory is read with the new q (`ccq`). The write is untouched. Sigma comes from
+k / ||k||, so that 0 <= Sigma <= I and the query contracts for gate gain <= 1, unless `normalize_keys=False`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,19 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from linattn_jax.mixers import chunking, dispatch, gla
+from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
-from linattn_jax.mixers.delta import Rule, l2_normalize
-from linattn_jax.mixers.state import MatrixState, matrix_empty, serializable
-from linattn_jax.types import QKV, Argument, Array
+from linattn_jax.mixers.delta import l2_normalize
+from linattn_jax.mixers.state import serializable
+from linattn_jax.types import Argument, Array
 
 _GATE = Argument("B T Hk", "gate")
 _QUERY = {"q": Argument("B T Hk K"), "k": Argument("B T Hk K"), "gate": _GATE}
-_SCALAR = Argument("B T H", "gate")
-_GLA = QKV | {"log_decay": Argument("B T Hk K", "gate"), "gate": _GATE}
-_GATED = QKV | {"log_decay": _SCALAR, "beta": _SCALAR, "gate": _GATE}
-_KACZMARZ = QKV | {"log_decay": _SCALAR, "eta": _SCALAR, "gate": _GATE}
 
 
 @serializable
@@ -45,14 +41,6 @@ class CurvatureState(NamedTuple):
     scatter: Array
 
 
-@serializable
-class CCQState(NamedTuple):
-    """The state of the query's contraction, and the backbone's memory."""
-
-    query: CurvatureState
-    memory: MatrixState
-
-
 def curvature_query_init(
     batch: int, key_heads: int, key_size: int, *, dtype: DTypeLike = jnp.float32
 ) -> CurvatureState:
@@ -64,29 +52,9 @@ def curvature_query_init(
     )
 
 
-def ccq_init(
-    batch: int,
-    heads: int,
-    key_size: int,
-    value_size: int,
-    *,
-    key_heads: int | None = None,
-    dtype: DTypeLike = jnp.float32,
-) -> CCQState:
-    """The empty state of every `ccq_` mixer, zeros; `key_heads` defaults to `heads`."""
-    memory = MatrixState(jnp.zeros((batch, heads, key_size, value_size), dtype))
-    return CCQState(curvature_query_init(batch, key_heads or heads, key_size, dtype=dtype), memory)
-
-
-ccq_gla_init = ccq_gated_delta_rule_init = ccq_kaczmarz_init = ccq_init
-
-
-def _query_empty(sizes: Mapping[str, int], dtype: DTypeLike) -> CurvatureState:
+def query_empty(sizes: Mapping[str, int], dtype: DTypeLike) -> CurvatureState:
+    """`curvature_query_init` from sizes by axis name."""
     return curvature_query_init(sizes["B"], sizes["Hk"], sizes["K"], dtype=dtype)
-
-
-def _ccq_empty(sizes: Mapping[str, int], dtype: DTypeLike) -> CCQState:
-    return CCQState(_query_empty(sizes, dtype), matrix_empty(sizes, dtype))
 
 
 def _over(x: Array, count: Array) -> Array:
@@ -207,50 +175,8 @@ def _references(k: Array, state: CurvatureState, segments: Segments | None) -> t
     return base, jnp.where((start < 0)[:, None, :, None], base[:, :, None], starts)
 
 
-def _head_decay(log_decay: Array, key_heads: int, axis: int, per_channel: bool) -> Array:
-    """One log decay per key head: the mean over channels, or over the value heads (`axis`) of each key head."""
-    if per_channel:
-        return jnp.mean(log_decay, axis=-1)
-    shape = (*log_decay.shape[:axis], key_heads, -1, *log_decay.shape[axis + 1 :])
-    return jnp.mean(log_decay.reshape(shape), axis=axis + 1)
-
-
-@dataclass(frozen=True)
-class _Conditioned:
-    """A backbone read through the contraction, token by token, in a chunk or whole; `rule` is None for GLA."""
-
-    contraction: Contraction
-    rule: Rule | None
-    decay: str
-
-    def _run(self, part: str, axis: int, call: Call, state: CCQState, x: dict[str, Array], *segments: Any) -> Any:
-        q, k = x["q"], x["k"]
-        if self.rule is not None:
-            q, k = (l2_normalize(a) if on else a for a, on in ((q, self.rule.normalize_q), (k, self.rule.normalize_k)))
-        seen = {"q": q, "k": k, "gate": x["gate"]}
-        if self.decay == "backbone":
-            seen["log_decay"] = _head_decay(x["log_decay"], call.sizes["Hk"], axis, self.rule is None)
-        of_query, of_memory = (replace(call, empty=empty) for empty in call.empty)
-        q, query = getattr(self.contraction, part)(of_query, state.query, seen, *segments)
-        backbone = gla if self.rule is None else replace(self.rule, normalize_q=False, normalize_k=False)
-        output, memory = getattr(backbone, part)(of_memory, state.memory, x | {"q": q, "k": k}, *segments)
-        return output, CCQState(query, memory)
-
-    def token(self, call: Call, state: CCQState, x: dict[str, Array]) -> tuple[Array, CCQState]:
-        return self._run("token", 1, call, state, x)
-
-    def chunk(
-        self, call: Call, state: CCQState, x: dict[str, Array], segments: Segments | None
-    ) -> tuple[Array, CCQState]:
-        return self._run("chunk", 1, call, state, x, segments)
-
-    def whole(
-        self, call: Call, state: CCQState, x: dict[str, Array], segments: Segments | None
-    ) -> tuple[Array, CCQState]:
-        return self._run("whole", 2, call, state, x, segments)
-
-
-def _run(name: str, parts: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+def run_forms(name: str, parts: Any, call: Call, implementation: str | None, chunk_size: int | None) -> Any:
+    """Output and state by the form asked for, of `parts` that have token, whole and chunk."""
     forms = {
         "recurrent": call.recurrent(partial(parts.token, call)),
         "associative": call.associative(partial(parts.whole, call)),
@@ -309,12 +235,12 @@ def curvature_query(
     call = prepare(
         arrays,
         arguments,
-        _query_empty,
+        query_empty,
         initial_state=initial_state,
         segment_ids=segment_ids,
         initial_segment_id=initial_segment_id,
     )
-    return _run("curvature_query", Contraction(normalize_keys, gain), call, implementation, chunk_size)
+    return run_forms("curvature_query", Contraction(normalize_keys, gain), call, implementation, chunk_size)
 
 
 @dispatch.on_any_mesh
@@ -333,237 +259,12 @@ def curvature_query_step(
     arguments = _QUERY
     if log_decay is not None:
         arrays, arguments = arrays | {"log_decay": log_decay}, arguments | {"log_decay": _GATE}
-    return finish_step(prepare_step(state, arrays, arguments, _query_empty), Contraction(normalize_keys, gain).token)
-
-
-def _conditioned(rule: Rule | None, decay: str, normalize_keys: bool, gain: float) -> _Conditioned:
-    if decay not in ("none", "backbone"):
-        raise ValueError(f"decay: {decay!r} given, wanted 'none' or 'backbone'.")
-    return _Conditioned(Contraction(normalize_keys, gain), rule, decay)
-
-
-@dispatch.on_any_mesh
-def ccq_gla(
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    gate: Array,
-    *,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-    initial_state: CCQState | None = None,
-    segment_ids: Array | None = None,
-    initial_segment_id: Array | None = None,
-    implementation: str | None = None,
-    chunk_size: int | None = None,
-) -> tuple[Array, CCQState]:
-    """CCQ on gated linear attention (Le et al. 2026): `gla` read with q - gate gain Sigma q.
-
-    gate [B, T, Hk] in [0, 1]; `decay="none"` weighs all keys alike in Sigma, "backbone" lets them decay by the mean of
-    log_decay over channels. `normalize_keys` and `gain` are those of `curvature_query`, the rest is as for `gla`; the
-    state is `CCQState(query, memory)`.
-
-    Ours: what is so in `curvature_query`, and the decay "backbone".
-
-    >>> import jax.numpy as jnp
-    >>> from linattn_jax import gla
-    >>> k, no_decay, no_gate = jnp.ones((1, 3, 1, 2)), jnp.zeros((1, 3, 1, 2)), jnp.zeros((1, 3, 1))
-    >>> bool(jnp.all(ccq_gla(k, k, k, no_decay, no_gate)[0] == gla(k, k, k, no_decay)[0]))
-    True
-    """
-    call = prepare(
-        {"q": q, "k": k, "v": v, "log_decay": log_decay, "gate": gate},
-        _GLA,
-        _ccq_empty,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        initial_segment_id=initial_segment_id,
-    )
-    return _run("ccq_gla", _conditioned(None, decay, normalize_keys, gain), call, implementation, chunk_size)
-
-
-@dispatch.on_any_mesh
-def ccq_gla_step(
-    state: CCQState,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    gate: Array,
-    *,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-) -> tuple[Array, CCQState]:
-    """One token of `ccq_gla`: arrays without T; returns output [B, H, V] and the new state."""
-    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "gate": gate}
-    call = prepare_step(state, arrays, _GLA, _ccq_empty, scale=scale)
-    return finish_step(call, _conditioned(None, decay, normalize_keys, gain).token)
-
-
-@dispatch.on_any_mesh
-def ccq_gated_delta_rule(
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    beta: Array,
-    gate: Array,
-    *,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-    initial_state: CCQState | None = None,
-    segment_ids: Array | None = None,
-    initial_segment_id: Array | None = None,
-    implementation: str | None = None,
-    chunk_size: int | None = None,
-    normalize_q: bool = False,
-    normalize_k: bool = False,
-) -> tuple[Array, CCQState]:
-    """CCQ on the gated delta rule (Le et al. 2026): `gated_delta_rule` read with q - gate gain Sigma q.
-
-    gate [B, T, Hk] in [0, 1]; `decay="none"` weighs all keys alike in Sigma, "backbone" lets them decay by the mean of
-    log_decay over the value heads of each key head. Queries and keys are normalised first, where asked.
-    `normalize_keys` and `gain` are those of `curvature_query`, the rest is as for `gated_delta_rule`; the state is
-    `CCQState(query, memory)`.
-
-    Ours: what is so in `curvature_query`, and the decay "backbone".
-
-    >>> import jax.numpy as jnp
-    >>> k = jnp.eye(4)[None, :, None]
-    >>> v, zero, one = jnp.arange(8.0).reshape(1, 4, 1, 2), jnp.zeros((1, 4, 1)), jnp.ones((1, 4, 1))
-    >>> output, state = ccq_gated_delta_rule(k, k, v, zero, one, zero, scale=1.0)      # gate 0: the delta rule's own
-    >>> bool(jnp.all(output == v)), int(state.query.count[0, 0])
-    (True, 4)
-    """
-    call = prepare(
-        {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "gate": gate},
-        _GATED,
-        _ccq_empty,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        initial_segment_id=initial_segment_id,
-    )
-    rule = Rule(normalize_q, normalize_k)
-    rule.check_step("ccq_gated_delta_rule", call)
-    parts = _conditioned(rule, decay, normalize_keys, gain)
-    return _run("ccq_gated_delta_rule", parts, call, implementation, chunk_size)
-
-
-@dispatch.on_any_mesh
-def ccq_gated_delta_rule_step(
-    state: CCQState,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    beta: Array,
-    gate: Array,
-    *,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-    normalize_q: bool = False,
-    normalize_k: bool = False,
-) -> tuple[Array, CCQState]:
-    """One token of `ccq_gated_delta_rule`: arrays without T; returns output [B, H, V] and the new state."""
-    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "gate": gate}
-    call = prepare_step(state, arrays, _GATED, _ccq_empty, scale=scale)
-    return finish_step(call, _conditioned(Rule(normalize_q, normalize_k), decay, normalize_keys, gain).token)
-
-
-@dispatch.on_any_mesh
-def ccq_kaczmarz(
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    eta: Array,
-    gate: Array,
-    *,
-    eps: float = 1e-6,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-    initial_state: CCQState | None = None,
-    segment_ids: Array | None = None,
-    initial_segment_id: Array | None = None,
-    implementation: str | None = None,
-    chunk_size: int | None = None,
-    normalize_q: bool = False,
-    normalize_k: bool = False,
-) -> tuple[Array, CCQState]:
-    """CCQ (Le et al. 2026) on Kaczmarz linear attention: `kaczmarz` read with q - gate gain Sigma q.
-
-    Options as for `ccq_gated_delta_rule` and `kaczmarz`; the state is `CCQState(query, memory)`.
-
-    Ours: the combination, and what is so in `ccq_gated_delta_rule`.
-
-    >>> import jax.numpy as jnp
-    >>> k = jnp.full((1, 1, 1, 4), 3.0)
-    >>> zero, one = jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1))
-    >>> output, _ = ccq_kaczmarz(k, k, jnp.full((1, 1, 1, 1), 7.0), zero, one, one, eps=0.0, scale=1.0)
-    >>> round(float(output[0, 0, 0, 0]), 4)                                # one key has no covariance: as stored
-    7.0
-    """
-    call = prepare(
-        {"q": q, "k": k, "v": v, "log_decay": log_decay, "eta": eta, "gate": gate},
-        _KACZMARZ,
-        _ccq_empty,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        initial_segment_id=initial_segment_id,
-    )
-    rule = Rule(normalize_q, normalize_k, float(eps))
-    rule.check_step("ccq_kaczmarz", call)
-    return _run("ccq_kaczmarz", _conditioned(rule, decay, normalize_keys, gain), call, implementation, chunk_size)
-
-
-@dispatch.on_any_mesh
-def ccq_kaczmarz_step(
-    state: CCQState,
-    q: Array,
-    k: Array,
-    v: Array,
-    log_decay: Array,
-    eta: Array,
-    gate: Array,
-    *,
-    eps: float = 1e-6,
-    decay: str = "none",
-    normalize_keys: bool = True,
-    gain: float = 1.0,
-    scale: float | Array | None = None,
-    normalize_q: bool = False,
-    normalize_k: bool = False,
-) -> tuple[Array, CCQState]:
-    """One token of `ccq_kaczmarz`: arrays without T; returns output [B, H, V] and the new state."""
-    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "eta": eta, "gate": gate}
-    call = prepare_step(state, arrays, _KACZMARZ, _ccq_empty, scale=scale)
-    rule = Rule(normalize_q, normalize_k, float(eps))
-    return finish_step(call, _conditioned(rule, decay, normalize_keys, gain).token)
+    return finish_step(prepare_step(state, arrays, arguments, query_empty), Contraction(normalize_keys, gain).token)
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")
 dispatch.register(
     dispatch.Mixer(
-        "curvature_query", curvature_query, curvature_query_step, _query_empty, _QUERY, _FORMS, output="B T Hk K"
+        "curvature_query", curvature_query, curvature_query_step, query_empty, _QUERY, _FORMS, output="B T Hk K"
     )
 )
-for _name, _call, _step, _arguments in (
-    ("ccq_gla", ccq_gla, ccq_gla_step, _GLA),
-    ("ccq_gated_delta_rule", ccq_gated_delta_rule, ccq_gated_delta_rule_step, _GATED),
-    ("ccq_kaczmarz", ccq_kaczmarz, ccq_kaczmarz_step, _KACZMARZ),
-):
-    dispatch.register(dispatch.Mixer(_name, _call, _step, _ccq_empty, _arguments, _FORMS))

@@ -106,7 +106,7 @@ def choose_chunk(chunk_size: int | None, length: int, key_size: int, value_size:
 
     The default balances products within a chunk, which grow with it, against those with the state, which grow with K V:
     64, but 32 for small states (measured on a CPU: about 12 % less at K = V = 64, forward and backward). It does not
-    depend on the device, so that the same call gives the same numbers everywhere.
+    depend on the device, so that the same call has the same chunks everywhere.
     """
     if chunk_size is None:
         chunk_size = 32 if key_size * value_size <= 64 * 64 else 64
