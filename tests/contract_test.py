@@ -523,7 +523,8 @@ def test_gradients_through_states(name, form):
             part = cut(name, x, a, b)
             out, state = call(name, part, initial_state=state, implementation=implementation, chunk_size=8)
             outputs.append(out)
-        bounded = lambda s: jnp.sum(jnp.sin(jnp.real(s)) + jnp.sin(jnp.imag(s)))
+        # Interdomain's outputs reach 70: the sine of such numbers would itself lose the digits that are to be compared.
+        bounded = lambda s: jnp.sum(jnp.sin(0.1 * jnp.real(s)) + jnp.sin(0.1 * jnp.imag(s)))
         return bounded(jnp.concatenate(outputs, 1)) + sum(map(bounded, jax.tree.leaves(state)))
 
     gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=(2, 3))
