@@ -72,6 +72,12 @@ def chi_square(indices, probabilities):
     return (((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom)
 
 
+def independent(x, y, sizes):
+    """Standard deviations by which pairs of uniform draws, reduced modulo `sizes`, miss a joint uniform law."""
+    joint = x.ravel() % sizes[0] * sizes[1] + y.ravel() % sizes[1]
+    return chi_square(joint, np.full(sizes[0] * sizes[1], 1 / (sizes[0] * sizes[1])))
+
+
 def recalled(tokens, pairs):
     """What a dictionary holds after the pairs in front."""
     memory = {}
@@ -141,8 +147,12 @@ def test_vla_draws_are_uniform():
     assert abs(chi_square(drawn.tokens[:, 1:6:2].ravel(), np.full(127, 1 / 127))) < 4
     asked = (drawn.tokens[:, 7:, None] == drawn.tokens[:, None, :6:2]).argmax(2)
     assert abs(chi_square(asked.ravel(), np.full(3, 1 / 3))) < 4
-    # Queries of one example are independent of each other.
-    assert abs(chi_square(asked[:, 0] * 3 + asked[:, 1], np.full(9, 1 / 9))) < 4
+    assert abs(independent(asked[:, 0], asked[:, 1], (3, 3))) < 4
+    # Ids below 126 are uniform modulo 3.
+    inner = (drawn.tokens[:, :2] < 126).all(1)
+    assert abs(independent(drawn.tokens[inner, 0], drawn.tokens[inner, 1], (3, 3))) < 4
+    inner = drawn.tokens[:, 1] < 126
+    assert abs(independent(asked[inner, 0], drawn.tokens[inner, 1], (3, 3))) < 4
 
 
 def test_vla_traced_settings_pad():
@@ -214,6 +224,9 @@ def test_kla_draws_are_uniform_and_positions_follow_the_power_law(length, alpha)
 
     assert abs(chi_square(drawn.tokens[:, :8:2].ravel(), np.full(8, 1 / 8))) < 4
     assert abs(chi_square(drawn.tokens[:, 1:8:2].ravel() - 8, np.full(8, 1 / 8))) < 4
+    assert abs(independent(drawn.tokens[:, :8:2], drawn.tokens[:, 1:8:2], (8, 8))) < 4
+    joint = coarse * 8 + drawn.tokens[:, :8:2]
+    assert abs(chi_square(joint.ravel(), np.outer(q, np.full(8, 1 / 8)).ravel())) < 4
     noise = drawn.tokens.copy()
     np.put_along_axis(noise, drawn.positions, -1, axis=1)
     noise = noise[:, 8:].ravel()
@@ -267,6 +280,9 @@ def test_zoology_draws_are_uniform_and_gaps_follow_the_power_law_without_replace
 
     assert abs(chi_square(drawn.tokens[:, 0] - 1, np.full(7, 1 / 7))) < 4
     assert abs(chi_square(drawn.tokens[:, 1] - 8, np.full(8, 1 / 8))) < 4
+    assert abs(independent(drawn.tokens[:, 0], drawn.tokens[:, 1], (7, 8))) < 4
+    joint = gaps[:, 0] * 7 + drawn.tokens[:, 0] - 1
+    assert abs(chi_square(joint, np.outer(p, np.full(7, 1 / 7)).ravel())) < 4
     assert abs(chi_square(drawn.tokens[:, 5::2].ravel(), np.full(16, 1 / 16))) < 4
 
 
@@ -336,6 +352,7 @@ def test_stack_draws():
     pushes = operations[:, :, 0] == 9
     assert abs(chi_square((operations[:, :, 1] - 5).ravel(), np.full(4, 1 / 4))) < 4
     assert abs(chi_square(operations[pushes][:, 2], np.full(5, 1 / 5))) < 4
+    assert abs(independent(operations[pushes][:, 1] - 5, operations[pushes][:, 2], (4, 5))) < 4
     # A stack that is not empty is pushed with probability 0.6, an empty one always.
     free = []
     for tokens, pushed in zip(operations, pushes, strict=True):
