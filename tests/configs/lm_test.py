@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import sys
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from configs import common, lm
+from linattn_jax.layers import LAYERS
 from linattn_jax.models.presets import PRESETS, decoder_config
+from linattn_jax.train.checkpoints import check_same_config
+from linattn_jax.train.rundir import config_as_json
 from linattn_jax.types import UserError
 
 
@@ -27,6 +33,32 @@ def test_keys_reach_their_fields():
     assert (config.optimizer.learning_rate, config.optimizer.name, config.seed) == (1e-3, "muon", 7)
     assert (config.carry_state, config.data.layout, config.compute_dtype) == (True, "contiguous", "bfloat16")
     assert config.init_from == "runs/x"
+
+
+def test_options_of_layers_are_fields(monkeypatch):
+    """As the docstring says; what is not given is null, which an older run's config without the field equals."""
+    arguments = ["x", "--config.model.options.vla.penalty=1", "--config.model.options.interdomain.rope=true"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    found = flags.FlagValues()
+    given = config_flags.DEFINE_config_dict("config", lm.get_config("mixer=vla+interdomain"), flag_values=found)
+    found(arguments)
+    assert arguments[1].removesuffix("=1") in lm.__doc__
+    config = given.value
+    decoder = decoder_config(config.model, 257, "float32")
+    assert decoder.options == {"vla": {"penalty": 1.0}, "interdomain": {"rope": True}}
+    plain = config_as_json(lm.get_config("mixer=vla+interdomain"))
+    options = plain["model"].pop("options")
+    assert set(options["interdomain"]) == set(LAYERS["interdomain"].option_types())
+    check_same_config(plain, plain | {"model": plain["model"] | {"options": options}}, "runs/x")
+    with pytest.raises(UserError, match=r"model\.options\.vla\.penalty was 'absent' and is now 1\.0"):
+        check_same_config(plain, config_as_json(config), "runs/x")
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
+def test_every_mixer_has_fields_for_its_options(mixer):
+    config = lm.get_config(f"mixer={mixer}")
+    assert set(config.model.options[mixer]) == set(LAYERS[mixer].option_types())
+    assert decoder_config(config.model, 257, "float32").options == {}
 
 
 @pytest.mark.parametrize("size", list(PRESETS))
