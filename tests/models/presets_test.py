@@ -81,11 +81,12 @@ def test_options_reach_the_layers_that_have_them():
 
 
 def test_every_option_is_a_keyword_of_its_layer():
-    """Of the layer's `build`, and through `**options` of what stands behind it."""
+    """Of the layer's `build`, and through `**options`, but no further, of what stands behind it."""
     assert set(LAYERS["ccq_mamba2"].option_types()) == {
         "decay", "normalize_keys", "gain", "gate_bias", "head_dim", "conv_width",
     }  # fmt: skip
     assert LAYERS["deltanet_kla"].option_types() == {"conv_width": int}
+    assert LAYERS["softmax_vla"].option_types() == {"window": int | None, "qk_norm": bool}
     assert LAYERS["linear"].option_types() == {}
 
 
