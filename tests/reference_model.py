@@ -254,7 +254,9 @@ def _mamba2(name, p, x, Hk, K, eps, **contraction):
 
 def _vla(p, x, H, K, V, eps, penalty=0.1):
     q, raw, v = _qkv(p, x, H, H)
-    u = unit(_project(p["direction"], _project(p["key"], x)).reshape(-1, H, K)) / np.sqrt(K)
+    u = np.zeros_like(raw)
+    if "direction" in p:
+        u = unit(_project(p["direction"], _project(p["key"], x)).reshape(-1, H, K)) / np.sqrt(K)
     q, k = elu_plus_one(q), elu_plus_one(raw)
     y = np.zeros_like(v)
     for h in range(H):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference_model
 from flax import nnx
+from reference import reference
 from tolerances import assert_close
 
 from linattn_jax.layers import GROWING, LAYERS
@@ -141,6 +142,7 @@ def test_options_of_kla():
         ("interdomain", {"mixing": "identity", "output_norm": False}, ()),
         ("s4d_interdomain", {"output_norm": False}, ()),
         ("vla", {"penalty": 1.0}, ("penalty",)),
+        ("vla", {"directions": "none"}, ()),
         ("mamba2", {"key_heads": 1, "head_dim": 8}, ()),
     ],
 )
@@ -164,6 +166,26 @@ def test_options(name, options, reads):
     assert_close(y[:, 4:], wanted[:, 4:], 1e-5, "second half")
     y, _ = forward(graph, parameters, x, empty, first + 1, None)
     assert_close(y[:, 4:], wanted_of(x[:, 4:]), 1e-5, "second document")
+
+
+def test_vla_without_directions_is_the_delta_rule():
+    """beta = 1, unit keys, reads over the sum of keys that were not normalised: whatever the penalty starts from."""
+    x = inputs()
+    p = parameters_of("vla", directions="none")
+    assert "direction" not in p
+    project = lambda part: (x @ p[part]["kernel"]).reshape(2, T, 4, -1)
+    q, k = (reference_model.elu_plus_one(project(part)) for part in ("query", "key"))
+    arrays = {"q": q, "k": reference_model.unit(k), "v": project("value"), "beta": np.ones((2, T, 4))}
+    wanted, _ = reference("delta_rule", arrays, scale=1.0)
+    wanted = wanted / np.sum(q * np.cumsum(k, 1), -1, keepdims=True)
+    wanted = wanted.reshape(2, T, -1)
+    wanted = (wanted - wanted.mean(-1, keepdims=True)) / np.sqrt(wanted.var(-1, keepdims=True) + 1e-5)
+    wanted = (wanted * p["norm"]["scale"] + p["norm"]["bias"]) @ p["output"]["kernel"]
+    for penalty in (0.1, 3.0):
+        graph, parameters, layer = build("vla", directions="none", penalty=penalty)
+        y, state = forward(graph, parameters, x, layer.init_state(2), None, None)
+        assert_close(y, wanted, 1e-5)
+        np.testing.assert_array_equal(state.M, layer.init_state(2).M)
 
 
 def test_contraction_starts_near_the_backbone():
@@ -370,6 +392,7 @@ def test_bad_input_is_named():
         ("interdomain", {"key_heads": 2}, "key_heads: 2 given, wanted 4, as Interdomain has no grouped heads"),
         ("vla", {"key_heads": 2}, "key_heads: 2 given, wanted 4, as VLA has no grouped heads"),
         ("mamba2", {"key_heads": 3}, "key_heads: 3 given, wanted a divisor of the 4 heads of 6 channels"),
+        ("vla", {"directions": "some"}, "directions: 'some' given, wanted 'learned' or 'none'"),
         ("interdomain", {"mixing": "none"}, "mixing: 'none' given, wanted 'dense', 'diagonal' or 'identity'"),
         ("interdomain", {"basis": 5}, "basis: 5 given, wanted an even number of functions"),
     ],
