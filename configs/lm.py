@@ -15,8 +15,9 @@ Keys of the argument (a value that holds commas goes in quotes: data="/a/*.txt,/
     accumulate  microbatches a step; dtype: auto, bfloat16, float32; seed; remat: none, dots, full
     init_from   run directory whose newest parameters to begin with
 
-Any other field is set with --config.x.y=value, for example --config.optimizer.weight_decay=0.05. The options of the
-layers chosen by `mixer` are fields too: --config.model.options.vla.penalty=1.0 (null is the layer's default).
+Any other field is set with --config.x.y=value, for example --config.optimizer.weight_decay=0.05. Steps and
+modes of state-space layers learn at --config.optimizer.modes_rate, 0.1 of the learning rate. The options of the layers
+chosen by `mixer` are fields too: --config.model.options.vla.penalty=1.0 (null is the layer's default).
 `size=kla400m` has the optimizer settings, batch and length of the paper's 0.4B run (AdamW, 1e-4 to 1e-5, 477 steps of
 512 x 4096 tokens); its decay is not on all parameters as there, but on matrices only.
 
@@ -147,6 +148,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         "beta1": 0.9,
         "beta2": 0.95,
         "clip_norm": 1.0,
+        "modes_rate": 0.1,
     }
     config.eval = {"every": max(1, steps // 10), "max_bytes": 2_000_000}
     config.checkpoint = {"every": max(1, steps // 10), "keep": 3}

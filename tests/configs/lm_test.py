@@ -80,6 +80,11 @@ def test_the_papers_settings():
     assert optimizer.warmup_steps == 4  # 1 % of the tokens
 
 
+def test_modes_learn_at_a_tenth_of_the_rate():
+    assert lm.get_config().optimizer.modes_rate == 0.1
+    assert "--config.optimizer.modes_rate, 0.1 of the learning rate" in lm.__doc__
+
+
 def test_lion_gets_a_rate_of_its_own():
     assert lm.get_config("optimizer=lion").optimizer.learning_rate == pytest.approx(6e-4)
     assert lm.get_config("optimizer=lion,lr=1e-3").optimizer.learning_rate == 1e-3
