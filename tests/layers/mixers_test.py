@@ -36,6 +36,7 @@ ABLATIONS = (
     {"sequence_factor": "1/sqrt(t)"},
     {"sequence_factor": "1/log(t+1)"},
     {"single_gate": True},
+    {"step": "sigmoid", "normalize_k": True},
     {"step": "learned", "normalize_k": True, "sequence_factor": "1/sqrt(t)", "single_gate": True},
 )
 every_layer = pytest.mark.parametrize("name", LAYERS)
