@@ -15,7 +15,9 @@ Keys of the argument (a value that holds commas goes in quotes: data="/a/*.txt,/
     accumulate  microbatches a step; dtype: auto, bfloat16, float32; seed; remat: none, dots, full
     init_from   run directory whose newest parameters to begin with
 
-Any other field is set with --config.x.y=value, for example --config.optimizer.weight_decay=0.05.
+Any other field is set with --config.x.y=value, for example --config.optimizer.weight_decay=0.05. Steps and
+modes of state-space layers learn at --config.optimizer.modes_rate, 0.1 of the learning rate. The options of the layers
+chosen by `mixer` are fields too: --config.model.options.vla.penalty=1.0 (null is the layer's default).
 `size=kla400m` has the optimizer settings, batch and length of the paper's 0.4B run (AdamW, 1e-4 to 1e-5, 477 steps of
 512 x 4096 tokens); its decay is not on all parameters as there, but on matrices only.
 
@@ -32,6 +34,7 @@ Cost with the defaults, 6 operations per parameter and token without the mixers'
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args
 
 import ml_collections
 from ml_collections import config_dict
@@ -83,6 +86,12 @@ KEYS = {
 }
 
 
+def _options(mixer: str) -> dict[str, config_dict.FieldReference]:
+    """A field without a value for every option of a layer, of the option's type."""
+    types = {name: (get_args(kind) or (kind,))[0] for name, kind in LAYERS[mixer].option_types().items()}
+    return {name: config_dict.placeholder(kind) for name, kind in types.items()}
+
+
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The config for an argument as the module's docstring says.
 
@@ -115,6 +124,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     config.z_loss = 0.0
     config.model = {"preset": given["size"]} | _MODEL | PRESETS[given["size"]]
     config.model.mixers = mixers
+    config.model.options = {mixer: _options(mixer) for mixer in mixers}
     config.model.remat = given["remat"] or ("dots" if given["size"] in ("350m", "kla400m", "1.3b") else "none")
     config.model.implementation = config_dict.placeholder(str)
     config.model.chunk_size = config_dict.placeholder(int)
@@ -138,6 +148,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         "beta1": 0.9,
         "beta2": 0.95,
         "clip_norm": 1.0,
+        "modes_rate": 0.1,
     }
     config.eval = {"every": max(1, steps // 10), "max_bytes": 2_000_000}
     config.checkpoint = {"every": max(1, steps // 10), "keep": 3}

@@ -18,7 +18,7 @@ BATCH_AXES = ("data", "fsdp")
 # (the stack of scanned layers) is unnamed. Two names mean a matrix that is multiplied by activations or looked up.
 # The parameters of modes are vectors of numbers in this sense, whatever their axes: they stay whole and do not decay.
 PARAMETER_AXES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(^|/)([aA]_log|log_dt|a_imag|(mix|c)_(real|imag)|skip|\w*bias|scale)$", ("feature",)),
+    (r"(^|/)([aA]_log|log_dt|a_imag|(mix|c)_(real|imag)|skip|\w*bias|(\w*_)?scale)$", ("feature",)),
     (r"(^|/)[^/]*norm[^/]*/[^/]+$", ("feature",)),
     (r"(^|/)[^/]*conv[^/]*/(kernel|weight)$", ("tap", "feature")),
     (r"(^|/)contraction/weight$", ("head", "feature")),

@@ -161,6 +161,41 @@ def _contracted(p, q, k, g, *, decay="none", normalize_keys=True, gain=1.0):
     return y
 
 
+# KLA's coefficient of a write, of eta, ||k||^2, softplus(s) and the token's number from 1, and what multiplies it.
+KLA_STEPS = {
+    "relaxed": lambda eta, square, scale, t: eta / (square + 1e-6),
+    "exact": lambda eta, square, scale, t: 1 / (square + 1e-6),
+    "sigmoid": lambda eta, square, scale, t: eta,
+    "learned": lambda eta, square, scale, t: eta / (scale * square + 1e-6),
+    "sequence": lambda eta, square, scale, t: 0 * square + 1 / t,
+}
+KLA_FACTORS = {
+    None: lambda t: 1.0,
+    "1/t": lambda t: 1 / t,
+    "1/sqrt(t)": lambda t: 1 / np.sqrt(t),
+    "1/log(t+1)": lambda t: np.where(t == 1, 1.0, 1 / np.log(t + 1)),
+}
+
+
+def _kla_write(p, x, k, step="relaxed", sequence_factor=None, single_gate=False, normalize_q=True, normalize_k=False):
+    """k, log decay and beta, k [T, H, K] repeated for every value head."""
+    k = unit(k) if normalize_k else k
+    t = np.arange(1.0, len(x) + 1)[:, None]
+    eta = sigmoid(_project(p["strength"], x)) if "strength" in p else None
+    scale = np.log1p(np.exp(p["square_scale"])) if "square_scale" in p else None
+    beta = KLA_STEPS[step](eta, np.sum(k * k, -1), scale, t) * KLA_FACTORS[sequence_factor](t)
+    return k, np.log(1 - eta) if single_gate else _mamba_decay(p, x), beta
+
+
+def _kla(p, x, H, Hk, K, V, eps, **options):
+    q, k, v = _convolve(p["convolution"], *(_project(p[part], x) for part in ("query", "key", "value")))
+    q, k = (np.repeat(silu(a).reshape(-1, Hk, K), H // Hk, 1) for a in (q, k))
+    q = unit(q) if options.get("normalize_q", True) else q
+    k, g, beta = _kla_write(p, x, k, **options)
+    y = _mixer("gated_delta_rule", q=q, k=k, v=silu(v).reshape(-1, H, V), log_decay=g, beta=beta)
+    return rms_norm(y, p["norm"]["scale"], eps) * silu(_project(p["gate"], x)).reshape(-1, H, V)
+
+
 def _delta(name, p, x, H, Hk, K, V, eps, **contraction):
     """The delta-rule layers, all as a gated delta rule on q and k that are normalised here."""
     q, k, v = _convolve(p["convolution"], *(_project(p[part], x) for part in ("query", "key", "value")))
@@ -254,7 +289,9 @@ def _mamba2(name, p, x, Hk, K, eps, **contraction):
 
 def _vla(p, x, H, K, V, eps, penalty=0.1):
     q, raw, v = _qkv(p, x, H, H)
-    u = unit(_project(p["direction"], _project(p["key"], x)).reshape(-1, H, K)) / np.sqrt(K)
+    u = np.zeros_like(raw)
+    if "direction" in p:
+        u = unit(_project(p["direction"], _project(p["key"], x)).reshape(-1, H, K)) / np.sqrt(K)
     q, k = elu_plus_one(q), elu_plus_one(raw)
     y = np.zeros_like(v)
     for h in range(H):
@@ -380,6 +417,8 @@ def layer(name, p, x, *, heads, key_heads, key_size, value_size, eps=1e-5, **opt
         y = _retention(p, x, H, Hk, K, V, eps)
     elif name == "gla_kla":
         y = _gla_kla(p, x, H, Hk, K, V)
+    elif name == "kla":
+        y = _kla(p, x, H, Hk, K, V, eps, **options)
     elif name in ("gla", "ccq_gla"):
         y = _gla(name, p, x, H, Hk, K, V, eps, **options)
     elif name in ("mamba2", "ccq_mamba2"):

@@ -6,7 +6,8 @@ the published layer, `name_paper` the paper's own.
 
 from linattn_jax.layers.common import LayerState, MixerLayer
 from linattn_jax.layers.curvature import CCQGLA, CCQKLA, CCQDeltaNet, CCQGatedDeltaNet, CCQMamba2
-from linattn_jax.layers.delta import KLA, DeltaNet, DeltaNetOfKLA, DeltaNetOfVLA, GatedDeltaNet, LonghornOfKLA
+from linattn_jax.layers.delta import DeltaNet, DeltaNetOfKLA, DeltaNetOfVLA, GatedDeltaNet, LonghornOfKLA
+from linattn_jax.layers.kla import KLA
 from linattn_jax.layers.linear import GLA, GLAOfKLA, LinearAttention, Mamba2, PositionedState, Retention
 from linattn_jax.layers.softmax import SoftmaxAttention, SoftmaxWithoutPositions
 from linattn_jax.layers.state_space import S4D, Interdomain, Longhorn, S4DControl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -228,6 +229,19 @@ class MixerLayer(nnx.Module):
     def build(self, make: Make) -> None:
         """Makes the parts."""
         raise NotImplementedError
+
+    @classmethod
+    def option_types(cls) -> dict[str, Any]:
+        """The layer's own options and their annotations: of its `build`, and of what that passes `**options` to."""
+        types: dict[str, Any] = {}
+        for owner in cls.__mro__:
+            if "build" not in vars(owner):
+                continue
+            parameters = inspect.signature(vars(owner)["build"], eval_str=True).parameters.values()
+            types = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY} | types
+            if all(p.kind is not p.VAR_KEYWORD for p in parameters):
+                break
+        return types
 
     @property
     def keys(self) -> int:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from linattn_jax import gates
 from linattn_jax.layers.common import LayerState, Make, MixerLayer
-from linattn_jax.layers.delta import KLA, DeltaNet, GatedDeltaNet
+from linattn_jax.layers.delta import DeltaLayer, DeltaNet, GatedDeltaNet
 from linattn_jax.layers.linear import GLA, Mamba2
 from linattn_jax.mixers.ccq import CCQState, ccq_gated_delta_rule, ccq_gla, ccq_init, ccq_kaczmarz
 from linattn_jax.mixers.curvature import curvature_query
@@ -84,8 +84,11 @@ class CCQGatedDeltaNet(_Conditioned, GatedDeltaNet):
         return ccq_gated_delta_rule(q, k, v, self.decays(x), beta, gate, **options)
 
 
-class CCQKLA(_Conditioned, KLA):
+class CCQKLA(_Conditioned, DeltaLayer):
     """CCQ on KLA: the combination is ours."""
+
+    decay = "mamba"
+    gated_output = strength_bias = True
 
     def mix(self, q: Array, k: Array, v: Array, x: Array, **options: Any) -> tuple[Array, CCQState]:
         eta, gate = gates.sigmoid_strength(self.strength(x)), self.contraction.gate(l2_normalize(q))

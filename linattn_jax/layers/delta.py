@@ -1,4 +1,4 @@
-"""The delta-rule layers: KLA, Gated DeltaNet and DeltaNet, and what the papers compare with under their names."""
+"""The delta-rule layers: Gated DeltaNet and DeltaNet, and what the papers compare with under their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linattn_jax.layers.common import (
     heads,
     merge_heads,
 )
-from linattn_jax.mixers.delta import delta_rule, gated_delta_rule, kaczmarz
+from linattn_jax.mixers.delta import delta_rule, gated_delta_rule
 from linattn_jax.mixers.state import MatrixState, matrix_init
 from linattn_jax.types import Array
 
@@ -27,13 +27,15 @@ class DeltaLayer(MixerLayer):
 
     decay: str | None = None  # "mamba" or "logsigmoid"
     gated_output = False
+    has_strength = True
     strength_bias = False
     silu_from = 0
 
     def build(self, make: Make, *, conv_width: int = 4) -> None:
         self.build_projections(make)
         self.convolution = make.convolution(2 * self.keys + self.values, conv_width, silu_from=self.silu_from)
-        self.strength = make.linear(self.width, self.num_heads, bias=self.strength_bias)
+        if self.has_strength:
+            self.strength = make.linear(self.width, self.num_heads, bias=self.strength_bias)
         if self.decay:
             self.log_decay = make.linear(self.width, self.num_heads, bias=self.decay == "logsigmoid")
         if self.decay == "mamba":
@@ -76,20 +78,6 @@ class DeltaLayer(MixerLayer):
         del capacity
         memory = matrix_init(batch, self.num_heads, self.key_size, self.value_size)
         return LayerState(self.convolution.init_state(batch), memory)
-
-
-class KLA(DeltaLayer):
-    """Kaczmarz linear attention in the form the paper reports (Zou, Ren and Liu 2026).
-
-    q is L2-normalised, k is not; eta = sigmoid(W_b x + b_b); Mamba's decay; gated output norm.
-    """
-
-    decay = "mamba"
-    gated_output = strength_bias = True
-
-    def mix(self, q: Array, k: Array, v: Array, x: Array, **options: Any) -> tuple[Array, Any]:
-        eta = gates.sigmoid_strength(self.strength(x))
-        return kaczmarz(q, k, v, self.decays(x), eta, normalize_q=True, **options)
 
 
 class GatedDeltaNet(DeltaLayer):

@@ -64,5 +64,7 @@ class SoftmaxAttention(MixerLayer):
 class SoftmaxWithoutPositions(SoftmaxAttention):
     """The softmax baseline of the VLA paper's code: no rotary positions."""
 
-    def build(self, make: Make, **options: Any) -> None:
-        super().build(make, rope=False, **options)
+    def build(  # type: ignore[override]  # without positions there is nothing to say of them
+        self, make: Make, *, window: int | None = None, qk_norm: bool = False
+    ) -> None:
+        super().build(make, window=window, qk_norm=qk_norm, rope=False)

@@ -60,6 +60,7 @@ class Block(nnx.Module):
             implementation=own,
             chunk_size=config.chunk_size,
             rngs=rngs,
+            **config.options.get(mixer, {}),
         )  # type: ignore[call-arg]
         self.mlp_norm = RMSNorm(config.width, eps=config.norm_eps)
         self.mlp = SwiGLU(config, rngs=rngs)

@@ -29,6 +29,8 @@ class DecoderConfig:
     mixers: a name of `LAYERS`, or several, repeated to the number of layers: ("kla", "kla", "softmax") is a hybrid.
     head_size, value_size: K and V per head before a mixer's own expansion (GLA halves K); value_size 0 means head_size.
     key_heads: heads of q and k (of k and v for softmax), 0 means heads.
+    options: of layers, by the mixer's name: {"vla": {"penalty": 1.0}}; None is the layer's default. A layer's options
+        are the keywords of its `build`, which its docstring explains.
     mlp_width: hidden channels of SwiGLU; 0 means 8/3 width rounded up to a multiple of 256.
     remat: "none" keeps activations, "dots" keeps matrix products, "full" keeps only what enters each layer.
     """
@@ -41,6 +43,7 @@ class DecoderConfig:
     value_size: int = 0
     key_heads: int = 0
     mixers: tuple[str, ...] = ("kla",)
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict, hash=False)
     mlp_width: int = 0
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
@@ -60,6 +63,7 @@ class DecoderConfig:
                 raise UserError(f"mixer {name!r} is not known; known are {', '.join(sorted(LAYERS))}.")
         if not mixers:
             raise UserError("model.mixers is empty; name at least one mixer.")
+        object.__setattr__(self, "options", _given(self.options))
         for field, allowed in KNOWN.items():
             if getattr(self, field) not in allowed:
                 names = ", ".join(map(str, allowed))
@@ -82,6 +86,31 @@ class DecoderConfig:
     @property
     def mlp_channels(self) -> int:
         return self.mlp_width or -(-8 * self.width // (3 * 256)) * 256
+
+
+def _given(options: Any) -> dict[str, dict[str, Any]]:
+    """A copy of `options` without what is None; raises UserError for a name or a type that does not fit."""
+    if not hasattr(options, "items"):
+        raise UserError(f"model.options is {options!r}, wanted options by name of mixer.")
+    given: dict[str, dict[str, Any]] = {}
+    for mixer, values in options.items():
+        if mixer not in tuple(LAYERS):
+            raise UserError(f"model.options.{mixer} is of no mixer; known are {', '.join(sorted(LAYERS))}.")
+        if not hasattr(values, "items"):
+            raise UserError(f"model.options.{mixer} is {values!r}, wanted values by name of option.")
+        types = LAYERS[mixer].option_types()
+        for option, value in values.items():
+            name = f"model.options.{mixer}.{option}"
+            if option not in types:
+                known = f"known are {', '.join(sorted(types))}" if types else "the layer has none"
+                raise UserError(f"{name} is not known; {known}.")
+            wanted = types[option]
+            fits = isinstance(value, (wanted, int) if wanted is float else wanted)
+            if value is not None and (not fits or (isinstance(value, bool) and wanted is not bool)):
+                raise UserError(f"{name} is {value!r}, wanted {getattr(wanted, '__name__', wanted)}.")
+        if chosen := {option: value for option, value in values.items() if value is not None}:
+            given[mixer] = chosen
+    return given
 
 
 PRESETS: dict[str, dict[str, Any]] = {

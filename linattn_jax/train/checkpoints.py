@@ -40,6 +40,8 @@ MAY_DIFFER = (
     r"model\.remat",
     r"model\.implementation",
 )
+# Fields that came later: a run that began without one goes on without it.
+ADDED = ("optimizer.modes_rate",)
 _ITEMS = ("params", "state", "data", "meta")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -211,6 +213,20 @@ def load_params(run_dir: str | os.PathLike[str], like: Any, step: int | None = N
                 raise UserError(f"parameter {name} is {have} in the checkpoint of {run_dir} and {want} in this model")
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         return checkpointer.restore(source, abstract)
+
+
+def drop_added(saved: Mapping[str, Any], config: Any) -> list[str]:
+    """Takes out of `config`, a ConfigDict, the fields of ADDED that the config of its checkpoints (as JSON) lacks.
+
+    Returns their names. What a field's absence means is said where it is read.
+    """
+    before, dropped = flatten(saved), []
+    for name in ADDED:
+        group, _, field = name.rpartition(".")
+        if name not in before and field in config[group]:
+            del config[group][field]
+            dropped.append(name)
+    return dropped
 
 
 def check_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], where: str) -> None:

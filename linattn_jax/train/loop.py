@@ -20,6 +20,7 @@ from linattn_jax.train import metrics as m
 from linattn_jax.train.checkpoints import (
     Checkpoints,
     check_same_config,
+    drop_added,
     load_params,
     newest_step,
     read_meta,
@@ -46,9 +47,11 @@ def train(config: Any, run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     config = resolved(config)
     run_dir = Path(run_dir)
     saved = newest_step(run_dir / "checkpoints")
-    as_json = config_as_json(config)
+    dropped: list[str] = []
     if saved is not None:
-        check_same_config(read_meta(run_dir / "checkpoints", saved)["config"], as_json, str(run_dir))
+        before = read_meta(run_dir / "checkpoints", saved)["config"]
+        dropped = drop_added(before, config)
+        check_same_config(before, config_as_json(config), str(run_dir))
     mesh = make_mesh(config.mesh.data, config.mesh.fsdp)
     check_rows(config.batch_size, config.accumulate, mesh)
     _check_counts(config)
@@ -69,6 +72,8 @@ def train(config: Any, run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     if saved is not None:
         state, meta = checkpoints.restore(state, data.iterator)
         console.say(f"resuming {run_dir.name} at step {saved}")
+        for name in dropped:
+            console.say(f"{name} is left out: the run began without it")
     write_run(run_dir, config, mesh, saved)
     if config.data.tokenizer != "bytes":
         data.tokenizer.save(run_dir / "tokenizer.json")

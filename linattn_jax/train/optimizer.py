@@ -18,6 +18,8 @@ from linattn_jax.types import UserError
 NOT_FOR_MUON = r"(^|/)[^/]*(embed|head|conv|contraction)[^/]*(/|$)"
 # Of what has two logical axes, what does not decay.
 NO_DECAY = r"(^|/)[^/]*(norm|conv)[^/]*/|(^|/)([aA]_log|dt_bias|bias|scale)$"
+# Times, dampings and frequencies of state-space models: layers/state_space.py's Modes.
+MODES = r"(^|/)modes/(log_dt|a_log|a_imag)$"
 # Muon's updates get the root mean square of AdamW's, so that one learning rate serves both (arXiv 2502.16982).
 MUON_RMS = 0.2
 
@@ -71,6 +73,11 @@ def muon_mask(params: Any) -> Any:
     )
 
 
+def modes_mask(params: Any) -> Any:
+    """True for the steps and modes of state-space models, which learn at a rate of their own."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: bool(re.search(MODES, path_name(path))), params)
+
+
 def _muon(config: Any) -> optax.GradientTransformation:
     def dimensions(updates):
         # The last two axes are the matrix; a stack of layers before them is a batch of matrices.
@@ -110,10 +117,13 @@ def make_optimizer(config: Any, steps: int) -> tuple[optax.GradientTransformatio
     """The optimizer named by `config.name` and its schedule (learning rate by number of updates made).
 
     All share one chain: global-norm clipping at clip_norm (0 = none), the direction, decoupled weight decay of
-    the matrices (times the learning rate, as in AdamW), the learning rate. beta1 is the momentum of sgd and Muon too.
+    the matrices (times the learning rate, as in AdamW), the learning rate, of which steps and modes of state-space
+    models get the fraction modes_rate. beta1 is the momentum of sgd and Muon too. S4D's authors give these parameters a
+    smaller rate too; a fraction for it, of whatever direction, is our reading.
 
     Args:
-        config: name, learning_rate, warmup_steps, final_fraction, weight_decay, beta1, beta2, clip_norm.
+        config: name, learning_rate, warmup_steps, final_fraction, weight_decay, beta1, beta2, clip_norm; modes_rate is
+            1 where it is absent.
         steps: optimizer steps of the whole run.
     Raises:
         UserError: an unknown name or a value out of range.
@@ -123,13 +133,20 @@ def make_optimizer(config: Any, steps: int) -> tuple[optax.GradientTransformatio
     for field in ("beta1", "beta2"):
         if not 0 <= config[field] < 1:
             raise UserError(f"optimizer.{field} must lie in [0, 1), got {config[field]}")
-    for field in ("weight_decay", "clip_norm"):
-        if config[field] < 0:
-            raise UserError(f"optimizer.{field} must not be negative, got {config[field]}")
+    modes_rate = config.get("modes_rate", 1.0)
+    for field, value in (
+        ("weight_decay", config.weight_decay),
+        ("clip_norm", config.clip_norm),
+        ("modes_rate", modes_rate),
+    ):
+        if value < 0:
+            raise UserError(f"optimizer.{field} must not be negative, got {value}")
     rate = schedule(config, steps)
     parts = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []
     parts.append(DIRECTIONS[config.name](config))
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay, mask=decay_mask))
     parts.append(optax.scale_by_learning_rate(rate))
+    if modes_rate != 1:
+        parts.append(optax.masked(optax.scale(modes_rate), modes_mask))
     return optax.chain(*parts), rate

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import doctest
+import sys
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from configs import common, lm
+from linattn_jax.layers import LAYERS
 from linattn_jax.models.presets import PRESETS, decoder_config
+from linattn_jax.train.checkpoints import check_same_config
+from linattn_jax.train.rundir import config_as_json
 from linattn_jax.types import UserError
 
 
@@ -29,6 +35,32 @@ def test_keys_reach_their_fields():
     assert config.init_from == "runs/x"
 
 
+def test_options_of_layers_are_fields(monkeypatch):
+    """As the docstring says; what is not given is null, which an older run's config without the field equals."""
+    arguments = ["x", "--config.model.options.vla.penalty=1", "--config.model.options.interdomain.rope=true"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    found = flags.FlagValues()
+    given = config_flags.DEFINE_config_dict("config", lm.get_config("mixer=vla+interdomain"), flag_values=found)
+    found(arguments)
+    assert arguments[1].removesuffix("=1") in lm.__doc__
+    config = given.value
+    decoder = decoder_config(config.model, 257, "float32")
+    assert decoder.options == {"vla": {"penalty": 1.0}, "interdomain": {"rope": True}}
+    plain = config_as_json(lm.get_config("mixer=vla+interdomain"))
+    options = plain["model"].pop("options")
+    assert set(options["interdomain"]) == set(LAYERS["interdomain"].option_types())
+    check_same_config(plain, plain | {"model": plain["model"] | {"options": options}}, "runs/x")
+    with pytest.raises(UserError, match=r"model\.options\.vla\.penalty was 'absent' and is now 1\.0"):
+        check_same_config(plain, config_as_json(config), "runs/x")
+
+
+@pytest.mark.parametrize("mixer", LAYERS)
+def test_every_mixer_has_fields_for_its_options(mixer):
+    config = lm.get_config(f"mixer={mixer}")
+    assert set(config.model.options[mixer]) == set(LAYERS[mixer].option_types())
+    assert decoder_config(config.model, 257, "float32").options == {}
+
+
 @pytest.mark.parametrize("size", list(PRESETS))
 def test_every_size_has_defaults_and_makes_a_decoder(size):
     config = lm.get_config(f"size={size}")
@@ -46,6 +78,11 @@ def test_the_papers_settings():
     assert (optimizer.beta1, optimizer.beta2, optimizer.clip_norm) == (0.9, 0.95, 1.0)
     assert (config.batch_size, config.data.seq_len, config.steps) == (512, 4096, 477)
     assert optimizer.warmup_steps == 4  # 1 % of the tokens
+
+
+def test_modes_learn_at_a_tenth_of_the_rate():
+    assert lm.get_config().optimizer.modes_rate == 0.1
+    assert "--config.optimizer.modes_rate, 0.1 of the learning rate" in lm.__doc__
 
 
 def test_lion_gets_a_rate_of_its_own():

@@ -137,6 +137,24 @@ def test_table():
     assert lines[3][-1] == "5.0e-01 (dv)"
 
 
+def test_the_program_measures_the_associative_form_at_a_small_shape(tmp_path, monkeypatch):
+    """By default: at all lengths, for every mixer, and the other forms at theirs."""
+    monkeypatch.setattr(timing, "matmul_rate", lambda dtype: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda case, rate: synthetic(case))
+    path = tmp_path / "all.json"
+    with flagsaver.flagsaver():
+        flags.FLAGS(["bench_mixers", f"--output={path}"])
+        bench_mixers.main([])
+    rows = json.loads(path.read_text())["rows"]
+    for name, mixer in MIXERS.items():
+        for form in mixer.implementations:
+            shape = Shape(1, 0, 1, 1, 16, 16, 8, 8) if form == "associative" else Shape(1, 0, 4, 4, 64, 64, 32, 64)
+            seen = [Shape(**row["shape"]) for row in rows if (row["op"], row["implementation"]) == (name, form)]
+            if form == "associative":  # and at the large shape as far as it fits
+                seen = [other for other in seen if other.K == 16]
+            assert seen == [shape._replace(T=length) for length in (512, 2048, 8192)], (name, form)
+
+
 def test_the_program(tmp_path, monkeypatch):
     """Every mixer, implementation and length is in the JSON, the table beside it; a failed gate is the exit code."""
     monkeypatch.setattr(timing, "matmul_rate", lambda dtype: 1.0)

@@ -1,5 +1,8 @@
 """Sizes by name: parameters counted by hand, overrides, and what is refused."""
 
+import dataclasses
+import json
+
 import jax
 import pytest
 from flax import nnx
@@ -58,6 +61,35 @@ def test_overrides():
     assert decoder_config({"mlp_width": 40}, 257, "float32").mlp_channels == 40
 
 
+def test_options_reach_the_layers_that_have_them():
+    """Through a hybrid's config as JSON keeps it; None is the layer's default; the config can still be hashed."""
+    options = {"vla": {"penalty": 2}, "interdomain": {"basis": 6, "rope": None}, "linear": {}, "longhorn": {"rank": 3}}
+    sizes = {"layers": 3, "width": 16, "heads": 2, "head_size": 4, "mlp_width": 8}
+    mixers = ("vla", "interdomain", "ccq_kla")
+    asked = ConfigDict(sizes | {"mixers": mixers, "options": options | {"ccq_kla": {"gain": 0.5, "conv_width": 2}}})
+    config = decoder_config(ConfigDict(json.loads(asked.to_json())), 9, "float32")
+    layers = [block.mixer for block in Decoder(config, rngs=nnx.Rngs(0)).stack.blocks]
+    assert (layers[0].penalty, layers[1].size, layers[1].rope) == (2, 3, False)
+    assert (layers[2].contraction.gain, layers[2].convolution.weight.shape) == (0.5, (1, 2, 24))
+    assert layers[0].init_state(1).M[0, 0, 0, 0] == 2
+    same = DecoderConfig(vocab_size=9, **(asked.to_dict() | {"options": config.options}))
+    assert same == config
+    assert hash(same) == hash(config)
+    assert same != dataclasses.replace(config, options={})
+    options["longhorn"]["rank"] = 4
+    assert config.options["longhorn"] == {"rank": 3}
+
+
+def test_every_option_is_a_keyword_of_its_layer():
+    """Of the layer's `build`, and through `**options`, but no further, of what stands behind it."""
+    assert set(LAYERS["ccq_mamba2"].option_types()) == {
+        "decay", "normalize_keys", "gain", "gate_bias", "head_dim", "conv_width",
+    }  # fmt: skip
+    assert LAYERS["deltanet_kla"].option_types() == {"conv_width": int}
+    assert LAYERS["softmax_vla"].option_types() == {"window": int | None, "qk_norm": bool}
+    assert LAYERS["linear"].option_types() == {}
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -81,6 +113,18 @@ def test_overrides():
         ({"norm_eps": "1e-6"}, r"model\.norm_eps is '1e-6', wanted a positive number\."),
         ({"mixers": 3}, r"model\.mixers is 3, wanted names of mixers\."),
         ({"mixers": [["kla"]]}, r"mixer \['kla'\] is not known"),
+        ({"options": 3}, r"model\.options is 3, wanted options by name of mixer\."),
+        ({"options": {"rwkv": {}}}, rf"model\.options\.rwkv is of no mixer; known are {', '.join(sorted(LAYERS))}\."),
+        ({"options": {"vla": 1.0}}, r"model\.options\.vla is 1\.0, wanted values by name of option\."),
+        ({"options": {"s4d": {"basis": 3}}}, r"model\.options\.s4d\.basis is not known; known are state_size\."),
+        (
+            {"options": {"ccq_gla": {"gian": 2.0}}},
+            r"ccq_gla\.gian is not known; known are decay, decay_rank, gain, gate_bias, normalize_keys\.",
+        ),
+        ({"options": {"linear": {"basis": 3}}}, r"model\.options\.linear\.basis is not known; the layer has none\."),
+        ({"options": {"s4d": {"state_size": "8"}}}, r"model\.options\.s4d\.state_size is '8', wanted int\."),
+        ({"options": {"s4d": {"state_size": True}}}, r"model\.options\.s4d\.state_size is True, wanted int\."),
+        ({"options": {"longhorn": {"rank": 1.5}}}, r"model\.options\.longhorn\.rank is 1\.5, wanted int \| None\."),
         ({"heads": 6, "key_heads": 4}, r"model\.heads 6 is not a multiple of model\.key_heads 4\."),
     ],
 )

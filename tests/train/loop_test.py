@@ -143,6 +143,22 @@ def test_another_config_is_refused_and_nothing_is_lost(undisturbed, config, stan
     assert {p: p.stat().st_mtime_ns for p in undisturbed.rglob("*")} == files
 
 
+def test_a_run_of_a_config_without_later_fields_goes_on(tmp_path, undisturbed, config, standin_loop, capfd):
+    """With the same command, which now sets them, to the same weights, and again once it has ended."""
+    older = config(time_limit_minutes=1e-9)
+    del older.optimizer.modes_rate
+    del older.model.options
+    standin_loop.train(older, tmp_path)
+    capfd.readouterr()
+    for step in (1, 12):
+        assert newest_step(tmp_path / "checkpoints") == step
+        standin_loop.train(config(), tmp_path)
+        assert "optimizer.modes_rate is left out: the run began without it" in capfd.readouterr().err
+        assert "modes_rate" not in json.loads((tmp_path / "config.json").read_text())["optimizer"]
+    jax.tree.map(np.testing.assert_array_equal, _weights(tmp_path)[0][0], _weights(undisturbed)[0][0])
+    assert "modes_rate" in json.loads((undisturbed / "config.json").read_text())["optimizer"]
+
+
 def test_init_from_begins_with_the_other_runs_parameters(tmp_path, undisturbed, config, standin_loop):
     changes = {"init_from": str(undisturbed), "optimizer__learning_rate": 0.0, "steps": 2, "optimizer__warmup_steps": 0}
     standin_loop.train(config(**changes), tmp_path)

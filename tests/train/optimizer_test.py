@@ -7,9 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
-from linattn_jax.train.optimizer import DIRECTIONS, MUON_RMS, decay_mask, make_optimizer, muon_mask, schedule
+from linattn_jax.models import Decoder, DecoderConfig
+from linattn_jax.train.optimizer import (
+    DIRECTIONS,
+    MUON_RMS,
+    decay_mask,
+    make_optimizer,
+    modes_mask,
+    muon_mask,
+    schedule,
+)
 from linattn_jax.types import UserError
 
 
@@ -145,6 +155,49 @@ def test_muon_treats_each_layer_of_a_stack_as_one_matrix():
     )
 
 
+@pytest.mark.parametrize("name", sorted(DIRECTIONS))
+def test_modes_move_by_a_fraction_and_nothing_else_changes(name):
+    """At every update; Mamba's a_log is no mode, and clipping sees the whole gradient."""
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    modes = {"log_dt": array(3, 8), "a_log": array(3, 8, 4), "a_imag": array(3, 8, 4)}
+    mixer = {"modes": modes, "a_log": array(3, 2), "c_real": array(3, 8, 4), "query": {"kernel": array(3, 8, 8)}}
+    params = {"layers": {"mixer": mixer}}
+    updates = {}
+    for fraction in (1.0, 0.25):
+        config = _config(name=name, clip_norm=1.0, weight_decay=0.1, modes_rate=fraction)
+        optimizer, _ = make_optimizer(config, steps=14)
+        state, updates[fraction] = optimizer.init(params), []
+        for scale in (1.0, -0.5):
+            grads = jax.tree.map(lambda p, scale=scale: scale * jnp.sin(3 * p), params)
+            update, state = optimizer.update(grads, state, params)
+            updates[fraction].append(update["layers"]["mixer"])
+    for full, seen in zip(updates[1.0], updates[0.25], strict=True):
+        assert all(np.all(u != 0) for u in jax.tree.leaves(full["modes"]))
+        wanted = full | {"modes": jax.tree.map(lambda u: 0.25 * u, full["modes"])}
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), seen, wanted)
+
+
+def test_modes_that_learn_as_the_rest_add_nothing_to_the_state():
+    """Checkpoints of runs whose config has no modes_rate fit the optimizer of today."""
+    params = _params()
+    shapes = [
+        jax.tree.structure(make_optimizer(_config(**changes), steps=14)[0].init(params))
+        for changes in ({}, {"modes_rate": 1.0}, {"modes_rate": 0.5})
+    ]
+    assert shapes[0] == shapes[1] != shapes[2]
+
+
+@pytest.mark.parametrize("mixer", ["interdomain", "s4d", "s4d_interdomain", "mamba2", "longhorn"])
+def test_modes_of_the_layers(mixer):
+    """Every parameter of a layer's Modes, and of no other."""
+    config = DecoderConfig(vocab_size=9, layers=1, width=16, heads=2, head_size=8, mlp_width=8, mixers=(mixer,))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    found = {name.rpartition("mixer/")[2] for name in _names(modes_mask(nnx.to_pure_dict(nnx.state(model, nnx.Param))))}
+    modes = {"modes/log_dt", "modes/a_log", "modes/a_imag"}
+    assert found == (set() if mixer in ("mamba2", "longhorn") else modes)
+
+
 def test_lion_moves_by_the_sign():
     params, grads = _params(), _params(seed=1)
     optimizer, rate = make_optimizer(_config(name="lion"), steps=14)
@@ -168,6 +221,8 @@ def test_clipping_scales_the_whole_gradient():
         ({"warmup_steps": 15}, r"warmup_steps must lie in \[0, steps=14\], got 15"),
         ({"beta2": 1.0}, r"beta2 must lie in \[0, 1\), got 1.0"),
         ({"clip_norm": -1.0}, "clip_norm must not be negative"),
+        ({"weight_decay": -1.0}, "weight_decay must not be negative"),
+        ({"modes_rate": -0.1}, "modes_rate must not be negative"),
         ({"final_fraction": 1.5}, "final_fraction must lie"),
         ({"learning_rate": -1.0}, "learning_rate must not be negative"),
     ],

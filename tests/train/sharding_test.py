@@ -45,7 +45,7 @@ def test_rules_are_aligned_to_the_right(name, shape, want):
 
 
 def test_vectors_have_one_axis():
-    for name in ("a/A_log", "a/dt_bias", "q_proj/bias", "q_norm/scale", "out_norm/weight"):
+    for name in ("a/A_log", "a/dt_bias", "q_proj/bias", "q_norm/scale", "out_norm/weight", "a/square_scale"):
         assert logical_axes(name) == ("feature",)
 
 
