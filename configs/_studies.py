@@ -27,6 +27,9 @@ KLA_MODEL = {
     "norm_eps": 1e-5,
 }  # fmt: skip
 
+# Where a trial takes 1e16 operations: the papers' mixers and what they are compared with most.
+LONG_MIXERS = ("kla", "gdn", "vla", "ccq_gdn", "interdomain", "mamba2", "softmax")
+
 
 def optimizer(steps: int, *, constant: bool, weight_decay: float) -> dict[str, Any]:
     """AdamW clipped at 1, with the VLA paper's schedule or at a constant rate, as the KLA paper has it."""
@@ -90,6 +93,56 @@ def study(
     config.chance = chance if isinstance(chance, float) else tuple(chance)
     config.published, config.claims, config.notes = published, tuple(map(dict, claims)), tuple(notes)
     return config
+
+
+def kla_study(
+    name: str,
+    *,
+    full: bool,
+    task: str,
+    sizes: Mapping[str, int],
+    paper: str = "Zou, Ren and Liu 2026, arXiv 2605.08587",
+    x_label: str = "length, in training lengths",
+    heads: int = 4,
+    steps: int = 10_000,
+    eval_every: int = 200,
+    patience: int = 10,
+    train_examples: int = 20_000,
+    published: Mapping[str, Mapping[str, float]] = {},
+    **rest: Any,
+) -> ml_collections.ConfigDict:
+    """A study in the KLA paper's recipe: constant rate, decay 0.1, batches of 32, early stop, 2000 examples to test.
+
+    Without `full`, a model of width 64 for 600 steps, one seed and rate. rest: arguments of `study`.
+    """
+    size = {"heads": heads, "head_size": 192 // heads, "value_size": 384 // heads}
+    small_model = {"width": 64, "heads": 2, "head_size": 16, "value_size": 32, "mlp_width": 128}
+    if not full:
+        steps, eval_every, patience, train_examples = 600, 100, 0, 0
+    count = 2000 if full else 128
+    return study(
+        name,
+        paper=paper,
+        task=task,
+        sizes=sizes,
+        x_label=x_label,
+        model=KLA_MODEL | (size if full else small_model),
+        optimizer=optimizer(steps, constant=True, weight_decay=0.1),
+        trials={
+            "steps": steps,
+            "batch": 32,
+            "eval_every": eval_every,
+            "patience": patience,
+            "train_examples": train_examples,
+            "validation_examples": count,
+            "test_examples": count,
+        },
+        buckets=({"settings": ({},)},),
+        learning_rates=(3e-4, 1e-3, 3e-3) if full else (3e-3,),
+        seeds=(0, 1, 2, 3) if full else (0,),
+        published=published if full else {},
+        **rest,
+    )
 
 
 def size_of(arg: str | None) -> str:

@@ -52,19 +52,20 @@ class Group:
         return f"{self.mixer} {self.stage}" + (f" {self.bucket + 1}" if self.stage == REPORT else "")
 
 
-def variant(config: Any, label: str) -> tuple[str, dict[str, Any]]:
-    """(layer, its options) of a label: an entry of config.variants, or a layer's own name.
+def variant(config: Any, label: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """(layer, its options, changes to the model) of a label: an entry of config.variants, or a layer's own name.
 
     Raises:
         UserError: neither.
     """
     variants = config.get("variants", {})
     if label in variants:
-        return variants[label].layer, dict(variants[label].options)
+        entry = variants[label]
+        return entry["layer"], dict(entry["options"]), dict(entry.get("model", {}))
     if label not in LAYERS:
         known = ", ".join(sorted({*variants, *LAYERS}))
         raise UserError(f"mixer {label!r} is not known; known are {known}.")
-    return label, {}
+    return label, {}, {}
 
 
 def plan(config: Any) -> list[Group]:
@@ -114,14 +115,14 @@ def protocol(config: Any) -> str:
 
 def recipe(config: Any, mixer: str, bucket: int) -> Recipe:
     """The recipe of a mixer's trials in a bucket."""
-    layer, options = variant(config, mixer)
+    layer, options, changes = variant(config, mixer)
     given = config.protocol
     sizes = dict(given.task.sizes) | dict(config.buckets[bucket].get("sizes", {}))
     task = make_task(given.task.name, **sizes)
     evaluations = {
-        column: make_task(given.task.name, **(sizes | dict(changes))) for column, changes in given.evaluations.items()
+        column: make_task(given.task.name, **(sizes | dict(there))) for column, there in given.evaluations.items()
     }
-    model = dict(given.model)
+    model = dict(given.model) | changes
     kind = model.pop("kind")
     if kind == "tiny":
         tiny = TinyConfig(layer, vocab_size=task.vocab_size, options=options, **model)
@@ -325,7 +326,7 @@ class _Sitting:
 
     def row(self, group: Group, made: Recipe | None = None) -> Row:
         """What the rows of a group share."""
-        layer, options = variant(self.config, group.mixer)
+        layer, options, _ = variant(self.config, group.mixer)
         kept = {name: self.facts[name] for name in ("commit", "dirty", "devices", "versions", "started")}
         return {
             "study": self.config.study,
