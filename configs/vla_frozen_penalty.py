@@ -46,7 +46,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "checks": tuple(f"vla@{column} > vla_frozen@{column} + 0.01" for column in config.columns[1:]),
             },
             {
-                "text": "With a starting penalty of 10, as in the paper's earlier code, VLA recalls no more than guessing.",
+                "text": "With a starting penalty of 10, as in the paper's earlier code, VLA only guesses.",
                 "checks": ("vla_penalty_10@n=16 < 0.2",),
             },
         )

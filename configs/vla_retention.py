@@ -59,9 +59,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         learning_rates=(3e-4, 1e-3, 3e-3) if full else (3e-3,),
         seeds=(0, 1, 2, 3) if full else (0,),
         chance=1 / 8,
-        published={}
-        if not full
-        else {mixer: {f"T={n}": x for n, x in zip(LENGTHS, row, strict=True)} for mixer, row in PUBLISHED.items()},
+        published=published if full else {},
         claims=(
             {
                 "text": "VLA keeps eight pairs without a mistake up to 512 tokens.",

@@ -45,8 +45,10 @@ def facts(seed: int) -> dict[str, Any]:
 def commit() -> dict[str, Any]:
     """The commit of the source tree and whether it has changes; None for both outside a repository.
 
-    Where the tree travels without its repository, as into a container, LINATTN_JAX_COMMIT in the environment names it.
+    Where the tree travels without its repository, or with a stale one, LINATTN_JAX_COMMIT in the environment names it.
     """
+    if named := os.environ.get("LINATTN_JAX_COMMIT"):
+        return {"commit": named, "dirty": None}
 
     def git(*args: str) -> str | None:
         where = Path(__file__).resolve().parent
@@ -58,6 +60,6 @@ def commit() -> dict[str, Any]:
 
     # An installed copy may lie inside some other project's repository: only our own file being tracked counts.
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return {"commit": os.environ.get("LINATTN_JAX_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {"commit": git("rev-parse", "HEAD"), "dirty": None if changes is None else bool(changes)}
