@@ -1,23 +1,23 @@
-"""VLA over very long rows in float32: does A stay the inverse of M, and does the memory stay small?
+"""VLA over very long rows in float32: does A stay the inverse of M, does the memory stay small, what is its Jacobian?
 
     python -m experiments.vla_state_norm --lengths=1000,10000,100000 --size=64
 
-Random ELU + 1 keys and unit values, with penalty directions of norm 1 / sqrt(K) that are random, or all the same. At
-each length: ||A M - I||, ||A - M^{-1}|| / ||M^{-1}|| with M summed in float64, the state norm ||S|| of VLA, and that of
-linear attention on the same tokens. Cost: under a minute on two cores. Measured: docs/results/vla_state_norm.json.
+`untrained`: ||S|| of a head in the last layer of untrained models (width 128, four heads) after random tokens, as the
+paper's code has it: 14.5 for VLA, 1634 for linear attention and 1.2 for what it calls DeltaNet at T = 1000; four seeds.
+`random` and `repeated`: one head with K = V = size, penalty directions random or all the same; ||A M - I||, the error
+of A, ||S|| beside linear attention's on the same tokens, and the Jacobian J = I - a k^T of the last token, whose norm
+the paper says is exactly 1, which holds for c = a . k = 1 alone (docs/notes.md).
+Cost: about a minute on two cores. Measured: docs/results/vla_state_norm.json.
 """
 
-import itertools
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
 from experiments._main import run
-from linattn_jax import linear_attention, variational
+from linattn_jax.eval.state_norms import long_rows, untrained
 from linattn_jax.provenance import facts
 
 _LENGTHS = flags.DEFINE_list("lengths", "1000,3000,10000,30000,100000", "Tokens at which to measure, ascending.")
@@ -26,32 +26,19 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
 _OUTPUT = flags.DEFINE_string("output", "runs/vla_state_norm.json", "JSON file to write.")
 
 
-@jax.jit
-def _advance(k, v, u, state, additive):
-    return variational(k, k, v, u, initial_state=state)[1], linear_attention(k, k, v, initial_state=additive)[1]
-
-
-def measure(directions: str, lengths: list[int], size: int, seed: int):
-    """Yields a row for each length; the state is carried from one to the next."""
-    rng, state, additive, exact = np.random.default_rng(seed), None, None, 0.1 * np.eye(size)
-    unit, norm = (lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)), np.linalg.norm
-    same = unit(rng.standard_normal((1, 1, 1, size)))
-    for start, length in itertools.pairwise([0, *lengths]):
-        raw, v, free = (rng.standard_normal((1, length - start, 1, size)) for _ in "kvu")
-        u = np.asarray((unit(free) if directions == "random" else same + 0 * free) / size**0.5, np.float32)
-        k = np.exp(np.minimum(raw, 0)) + np.maximum(raw, 0)
-        state, additive = _advance(*(jnp.asarray(x, jnp.float32) for x in (k, unit(v), u)), state, additive)
-        exact = exact + u[0, :, 0].astype(np.float64).T @ u[0, :, 0].astype(np.float64)
-        (M, A, S), inverse = (np.asarray(x[0, 0], np.float64) for x in state[:3]), np.linalg.inv(exact)
-        row = {"T": length, "A M - I": norm(A @ M - np.eye(size)), "A error": norm(A - inverse) / norm(inverse)}
-        yield row | {"VLA ||S||": norm(S), "linear ||S||": float(norm(additive.S[0, 0]))}
-
-
 def main(_) -> None:
     """Measures, prints and writes the JSON."""
-    record = facts(_SEED.value) | {"size": _SIZE.value, "random": [], "repeated": []}
+    lengths = list(map(int, _LENGTHS.value))
+    record = facts(_SEED.value) | {"size": _SIZE.value, "untrained": [], "random": [], "repeated": []}
+    for length in (250, 500, 1000, 2000):
+        norms = {
+            name: [untrained(name, length, _SEED.value + i) for i in range(4)]
+            for name in ("vla", "linear", "deltanet_vla")
+        }
+        record["untrained"].append({"T": length} | norms)
+        print(f"untrained T {length}", ", ".join(f"{name} {np.mean(x):.4g}" for name, x in norms.items()), flush=True)
     for directions in ("random", "repeated"):
-        for row in measure(directions, list(map(int, _LENGTHS.value)), _SIZE.value, _SEED.value):
+        for row in long_rows(directions, lengths, _SIZE.value, _SEED.value):
             print(directions, ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
             record[directions].append(row)
     Path(_OUTPUT.value).parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,7 @@ _FAMILIES = {
     "softmax": "softmax attention",
     "linear": "linear attention and decay",
     "delta": "delta rules",
+    "kla": "delta rules",
     "variational": "variational linear attention",
     "curvature": "curvature-corrected queries",
     "state_space": "state-space models",
@@ -115,7 +116,7 @@ def _known(result: Result) -> bool:
 def _panels(drawing: Figure, config: Any, shown: Summary) -> None:
     groups: dict[str, list[str]] = {}
     if len(shown) > _CROWD:
-        for heading in (*_FAMILIES.values(), "others"):
+        for heading in (*dict.fromkeys(_FAMILIES.values()), "others"):
             if labels := [label for label, r in shown.items() if family(r.layer or layer_of(label)) == heading]:
                 groups[heading] = labels
     else:
