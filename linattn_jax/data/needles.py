@@ -72,7 +72,9 @@ class Needle:
     essays: the haystack of number and uuid, as `open_source` or `open_splits` gives it; each example begins somewhere
         in a document of its own and goes on in others where that is too short. Not read for a passkey.
     grid: 0 draws each depth uniformly; n >= 2 takes example i to depth (i mod n) / (n - 1).
-    seed: example i of a seed is the same whatever was drawn before. Key, value and depth do not depend on length.
+    seed: example i of a seed is the same whatever was drawn before. Key and value do not depend on length.
+
+    Raises UserError where a field is out of range; the length must leave room for a haystack whatever the key.
     """
 
     kind: str
@@ -91,16 +93,25 @@ class Needle:
             raise UserError(f"grid must be 0 or at least 2 depths, got {self.grid}")
         if self.seed < 0:
             raise UserError(f"seed must not be negative, got {self.seed}")
-
-    @property
-    def noun(self) -> str:
-        """What the sentences call the value."""
-        return "code" if self.kind == "uuid" else "number"
+        count = lambda word: len(self.tokenizer.encode(word))
+        begin, fact, end = self.sentences(f"{max(ADJECTIVES, key=count)}-{max(NOUNS, key=count)}")
+        least = len(self.tokenizer.encode(f"{begin} {fact} .{end}")) + 1 + 2 * self.room + _LEAST
+        if self.length < least:
+            raise UserError(
+                f"length {self.length} is too short for a {self.kind}, "
+                f"which takes at least {least} tokens of {self.tokenizer.name}"
+            )
 
     @property
     def room(self) -> int:
         """Tokens kept free for the answer: one a character, its blank, and one more to show where it ends."""
         return (36 if self.kind == "uuid" else 7) + 2
+
+    def sentences(self, key: str) -> tuple[str, str, str]:
+        """What precedes the text, what precedes the value in it, and what follows the text."""
+        noun = "code" if self.kind == "uuid" else "number"
+        fact = f"The secret {noun} of {key} is"
+        return f"Remember the secret {noun} in this text.\n", fact, f"\nWhat is the secret {noun} of {key}? {fact}"
 
 
 class Retrieval(NamedTuple):
@@ -126,8 +137,7 @@ def draw(needle: Needle, index: int) -> Retrieval:
     """Example `index` of `needle`.
 
     Raises:
-        UserError: the length has no room for a haystack, the essays have too little text, or the tokenizer cannot spell
-            the value.
+        UserError: the essays have too little text, or the tokenizer cannot spell the value.
 
     >>> from linattn_jax.data import load_tokenizer
     >>> tokenizer = load_tokenizer("bytes")
@@ -146,20 +156,13 @@ def draw(needle: Needle, index: int) -> Retrieval:
     wanted = float(rng.random())
     if needle.grid:
         wanted = index % needle.grid / (needle.grid - 1)
-    fact = f"The secret {needle.noun} of {key} is"
-    begin = f"Remember the secret {needle.noun} in this text.\n"
-    end = f"\nWhat is the secret {needle.noun} of {key}? {fact}"
+    begin, fact, end = needle.sentences(key)
 
     def encode(text: str) -> np.ndarray:
         return np.concatenate([[needle.tokenizer.eot], needle.tokenizer.encode(text)]).astype(np.int32)
 
     free = needle.length - needle.room
     fixed = len(encode(f"{begin} {fact} {value}.{end}"))
-    if free - fixed < _LEAST:
-        raise UserError(
-            f"length {needle.length} is too short for a {needle.kind}, "
-            f"which takes at least {fixed + _LEAST + needle.room} tokens of {needle.tokenizer.name}"
-        )
     sentences, sizes = _haystack(needle, rng, free - fixed, key)
     while sentences:
         edges = np.concatenate([[0], np.cumsum(sizes)])
