@@ -174,7 +174,7 @@ def draw(needle: Needle, index: int) -> Retrieval:
         if len(prompt) <= free:
             answer = _answer(needle.tokenizer, encode, prompt, begin + text.rstrip() + end, value)
             return Retrieval(prompt, answer, float(edges[place] / edges[-1]), key, value)
-        # Sentences may take more tokens together than one by one.
+        # The tokens of sentences were estimates.
         sentences, sizes = sentences[:-1], sizes[:-1]
     raise UserError(f"no sentence of the haystack fits into length {needle.length} with {needle.tokenizer.name}")
 
@@ -254,14 +254,14 @@ def _answer(
     return answer
 
 
-def _haystack(needle: Needle, rng: np.random.Generator, room: int, key: str) -> tuple[list[str], list[int]]:
+def _haystack(needle: Needle, rng: np.random.Generator, room: int, key: str) -> tuple[list[str], list[float]]:
     """Sentences of at most `room` tokens in all, and the tokens of each; none of them holds the key."""
     kept: list[str] = []
-    sizes: list[int] = []
+    sizes: list[float] = []
     fruitless = 0
     while fruitless < 1000:
         left = room - sum(sizes)
-        found = list(NOISE) * (1 + left // 64) if needle.kind == "passkey" else _essay(needle.essays, rng, left)
+        found = list(NOISE) * (1 + int(left) // 64) if needle.kind == "passkey" else _essay(needle.essays, rng, left)
         found = [sentence for sentence in found if key not in sentence]
         totals = np.cumsum(_counts(needle.tokenizer, found))
         fitting = int(np.searchsorted(totals, left, side="right"))
@@ -270,31 +270,31 @@ def _haystack(needle: Needle, rng: np.random.Generator, room: int, key: str) -> 
         if fitting < len(found):
             left = room - sum(sizes)
             if left > room // 4:  # So long a sentence would leave the text too short: a part of it fills it up.
-                words = re.findall(r"\s*\S+", found[fitting][: 16 * left])
+                words = re.findall(r"\s*\S+", found[fitting][: 16 * int(left)])
                 totals = np.cumsum(_counts(needle.tokenizer, words))
                 fitting = int(np.searchsorted(totals, left, side="right"))
                 if fitting:
                     kept.append("".join(words[:fitting]))
-                    sizes.append(int(totals[fitting - 1]))
+                    sizes.append(float(totals[fitting - 1]))
             if kept:
                 return kept, sizes
         fruitless = 0 if fitting else fruitless + 1
     raise UserError(f"the essays hold too little text for {needle.length} tokens")
 
 
-def _counts(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
-    """Tokens of each text when they follow each other: a blank most often belongs to the word behind it."""
+def _counts(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
+    """Tokens of each text, made to add up to the tokens of all end to end, as they may share some."""
     if not texts:
-        return []
-    turned = [text[len(text.rstrip()) :] + text.rstrip() for text in texts]
-    return [len(ids) for ids in tokenizer.encode_batch(turned)]
+        return np.zeros(0)
+    *counts, whole = (len(ids) for ids in tokenizer.encode_batch([*texts, "".join(texts)]))
+    return np.array(counts) * (whole / max(sum(counts), 1))
 
 
-def _essay(essays: Corpus | None, rng: np.random.Generator, tokens: int) -> list[str]:
+def _essay(essays: Corpus | None, rng: np.random.Generator, tokens: float) -> list[str]:
     """Sentences of some document from somewhere on, at least so many tokens unless the document ends."""
     assert essays is not None
     text = essays.text(int(rng.integers(len(essays))))
-    size = 8 * tokens + 256
+    size = 8 * int(tokens) + 256
     start = int(rng.integers(max(len(text) - size, 0) + 1))
     found = sentences_of(text[start : start + size].decode(errors="ignore"))
     if len(found) > 2:  # The first and the last may be cut.
