@@ -35,7 +35,7 @@ class Score(NamedTuple):
     """Means over some examples."""
 
     examples: int
-    exact: float  # share of examples whose greedy continuation begins with the value and ends it there
+    exact: float  # share of examples whose greedy continuation begins with the value
     token_accuracy: float  # share of answer tokens that are the likeliest after those before them
     nats_per_token: float  # of the answer, each token given those before it
 
@@ -200,7 +200,7 @@ def _read_and_answer(
     given = logits(jnp.concatenate([asked[:, None], hidden], axis=1))
     counts = wanted >= 0
     nats = -jnp.take_along_axis(jax.nn.log_softmax(given), jnp.maximum(wanted, 0)[..., None], axis=-1)[..., 0]
-    hits = jnp.argmax(given, axis=-1) == wanted
+    hits = jnp.argmax(given, axis=-1) == wanted  # never where wanted is filling, -1
 
     def step(carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Array]:
         state, hidden = carry
@@ -209,5 +209,5 @@ def _read_and_answer(
         return (state, hidden[:, 0]), token
 
     _, drawn = lax.scan(step, (state, asked), length=room)
-    sums = (drawn.T, jnp.sum(jnp.where(counts, nats, 0), axis=1), jnp.sum(hits & counts, axis=1))
+    sums = (drawn.T, jnp.sum(jnp.where(counts, nats, 0), axis=1), jnp.sum(hits, axis=1))
     return lax.with_sharding_constraint(sums, replicated(mesh))

@@ -29,19 +29,21 @@ EOT = BYTES.eot
 
 
 class Copier:
-    """Says what followed the last tokens where they stood before: `suffix` of them must agree, else it says `lost`.
+    """Says what followed the last ten tokens where they stood before, else the token 0.
 
-    It says instead[token] for a token that is in it: a model that stops, or that goes wrong, at one of them.
+    It says instead[token] for a token that is in it: a model that goes wrong at one of them.
     """
 
-    def __init__(self, vocab=257, suffix=10, instead=(), lost=0):
-        self.vocab, self.suffix, self.instead, self.lost = vocab, suffix, dict(instead), lost
+    suffix = 10
+
+    def __init__(self, instead=()):
+        self.instead = dict(instead)
 
     def init_state(self, params, batch, capacity=None):
         return jnp.full((batch, capacity), -1, jnp.int32), jnp.zeros((batch,), jnp.int32)
 
     def unembedding(self, params):
-        return 40 * jnp.eye(self.vocab)
+        return 40 * jnp.eye(257)
 
     def apply(self, params, tokens, *, state, segment_ids=None, initial_segment_id=None):
         def row(held, length, tokens, ids):
@@ -55,7 +57,7 @@ class Copier:
                 place = jnp.arange(len(held))
                 found = jnp.all(same, axis=1) & (place >= self.suffix - 1) & (place < length - 1)
                 latest = jnp.max(jnp.where(found, place, -1))
-                said = copied = jnp.where(latest >= 0, held[latest + 1], self.lost)
+                said = copied = jnp.where(latest >= 0, held[latest + 1], 0)
                 for old, new in self.instead.items():
                     said = jnp.where(copied == old, new, said)
                 return (held, length), said
@@ -63,7 +65,7 @@ class Copier:
             return jax.lax.scan(step, (held, length), (tokens, ids >= 0))
 
         (held, length), said = jax.vmap(row)(*state, tokens, segment_ids)
-        return jax.nn.one_hot(said, self.vocab), (held, length)
+        return jax.nn.one_hot(said, 257), (held, length)
 
 
 class Ignorant:
@@ -77,6 +79,24 @@ class Ignorant:
 
     def apply(self, params, tokens, *, state, segment_ids=None, initial_segment_id=None):
         return jnp.ones((*tokens.shape, 4)), state
+
+
+class Reciter:
+    """Says a script after so many tokens, whatever they are."""
+
+    def __init__(self, after, script):
+        self.after, self.script = after, jnp.asarray(script)
+
+    def init_state(self, params, batch, capacity=None):
+        return jnp.zeros((batch,), jnp.int32)
+
+    def unembedding(self, params):
+        return 40 * jnp.eye(257)
+
+    def apply(self, params, tokens, *, state, segment_ids=None, initial_segment_id=None):
+        read = state[:, None] + jnp.cumsum(segment_ids >= 0, axis=1)
+        said = self.script[jnp.clip(read - self.after, 0, len(self.script) - 1)]
+        return jax.nn.one_hot(said, 257), read[:, -1]
 
 
 def run_of(functional, params=None, tokenizer=BYTES):
@@ -139,17 +159,26 @@ def test_shares_are_of_examples_and_of_tokens():
         assert score.exact == pytest.approx(len(set(mine) & set(right)) / len(mine))
 
 
-def test_a_value_that_goes_on_is_wrong_and_what_follows_the_end_of_text_is_not_read(tmp_path):
-    texts = [f"The secret number of calm-otter is {i}. We walk on." for i in range(10**6, 10**7, 9001)]
-    tokenizer = train_bpe(texts, 700, tmp_path / "bpe.json")
-    (stop,), (digit,) = tokenizer.encode("."), tokenizer.encode("5")
-    needle = Needle("passkey", 200, tokenizer)
-    assert all(len(draw(needle, index).answer) < needle.room - 2 for index in range(4))
-    exact = {}
-    for name, instead, lost in (("as is", {}, 0), ("digit", {stop: digit}, 0), ("end", {stop: tokenizer.eot}, digit)):
-        run = run_of(Copier(tokenizer.vocab_size, 5, instead, lost), tokenizer=tokenizer)
-        exact[name] = evaluate_needles(run, needle, examples=4).all.exact
-    assert exact == {"as is": 1.0, "digit": 0.0, "end": 1.0}
+@pytest.mark.parametrize(
+    ("said", "exact"),
+    [
+        (" {value}.", 1.0),
+        ("\n{value}7", 1.0),
+        ("{value}<end>7", 1.0),
+        (" {head}<end>{rest}", 0.0),
+        (" {head}", 0.0),
+        ("x{value}", 0.0),
+    ],
+)
+def test_what_counts_as_the_value(said, exact):
+    needle = Needle("passkey", 300, BYTES)
+    example = draw(needle, 0)
+    value = example.value
+    text = said.format(value=value, head=value[:3], rest=value[3:])
+    script = np.concatenate([[*BYTES.encode(part), EOT] for part in text.split("<end>")])[: needle.room]
+    script = np.pad(script, (0, needle.room - len(script)), constant_values=EOT)
+    scores = evaluate_needles(run_of(Reciter(len(example.prompt), script)), needle, examples=1, rows=1)
+    assert scores.all.exact == exact
 
 
 def test_a_decoder_reads_in_pieces_as_in_one_pass(essays):
