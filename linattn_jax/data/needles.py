@@ -190,7 +190,7 @@ def needle_batch(needle: Needle, index: int, rows: int) -> Example:
     """Batch `index` of `rows` examples to train on: tokens [rows, length], the others [rows, room], always.
 
     Batches of one seed share no example; evaluate with another seed and other essays. What follows a row's answer is
-    the end of text and has no weight, nor does what a causal model reads there change what it says before.
+    the end of text and has no weight, so that a model is not taught where to stop: `answers` does not ask it to.
 
     >>> from linattn_jax.data import load_tokenizer
     >>> batch = needle_batch(Needle("passkey", 256, load_tokenizer("bytes")), index=0, rows=4)

@@ -220,12 +220,12 @@ def test_a_fixed_state_is_the_same_at_any_length_and_a_cache_is_refused_where_it
     for length in (300, 5000):
         sizes[length] = evaluate_needles(run_of(Ignorant()), Needle("passkey", length, BYTES), examples=1).state_bytes
     assert sizes[300] == sizes[5000]
-    # Two layers, one of them softmax, keys and values of 32 numbers in float32.
-    run, needle = run_of(*decoder("gdn", "softmax")), Needle("passkey", 1 << 20, BYTES)
+    # One of the two layers caches keys and values of 32 numbers in float32.
+    run, needle = run_of(*decoder("gdn", "softmax")), Needle("passkey", 4096, BYTES)
     with pytest.raises(
-        UserError, match=r"cache 1,048,576 tokens for each of 8 rows, 2.00 GiB of the 1.00 GiB allowed: lower the rows"
+        UserError, match=r"cache 4,096 tokens for each of 400 rows, 0.39 GiB of the 0.25 GiB allowed: lower the rows"
     ):
-        evaluate_needles(run, needle, max_cache_bytes=1 << 30)
+        evaluate_needles(run, needle, rows=400, max_cache_bytes=1 << 28)
 
 
 def test_needles_for_a_run_lie_in_its_held_out_documents_or_in_a_source(tmp_path):
