@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from linattn_jax.data.corpus import Corpus
+from linattn_jax.data.task import Example
 from linattn_jax.data.tokenizers import Tokenizer
 from linattn_jax.types import UserError
 
@@ -124,15 +126,6 @@ class Retrieval(NamedTuple):
     value: str
 
 
-class Example(NamedTuple):
-    """Rows to train on; the logits at `positions` are to predict `targets`."""
-
-    tokens: np.ndarray  # int32 [B, T]
-    positions: np.ndarray  # int32 [B, S]
-    targets: np.ndarray  # int32 [B, S]
-    weights: np.ndarray  # float32 [B, S], 1 for a token of the answer, 0 for filling
-
-
 def draw(needle: Needle, index: int) -> Retrieval:
     """Example `index` of `needle`.
 
@@ -207,7 +200,7 @@ def needle_batch(needle: Needle, index: int, rows: int) -> Example:
         positions[row, :m] = np.arange(n - 1, n + m - 1)
         targets[row, :m] = answer
         weights[row, :m] = 1
-    return Example(tokens, positions, targets, weights)
+    return Example(*map(jnp.asarray, (tokens, positions, targets, weights)))
 
 
 def answers(value: str, text: str) -> bool:

@@ -15,7 +15,8 @@ class Example(NamedTuple):
     """One sequence and what is asked about it.
 
     A model reads `tokens`; its logits at `positions[s]` are scored against `targets[s]` with `weights[s]`. Positions
-    are within the sequence also where the weight is 0, so logits may be gathered without a mask.
+    are within the sequence also where the weight is 0, so logits may be gathered without a mask. A batch of examples
+    has the same fields with a leading axis.
 
     tokens: int32 [T].
     positions: int32 [S].

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax import lax
 
 from linattn_jax import debug
 from linattn_jax.mixers import chunking, dispatch
@@ -154,7 +155,9 @@ def _prepare(
         scale = jnp.asarray(scale, dtype)
     nothing = _varying_like(empty(sizes, dtype), arrays)
     if initial_state is None:
-        state = nothing
+        # XLA's CPU compiler (JAX 0.11.2 and 0.12.0) reads beyond a constant that it broadcasts into a product of a single
+        # chunk, and fills a column of the output with what lies there: it must not see that the state is zeros.
+        state = lax.optimization_barrier(nothing)
     else:
         check_state(initial_state, nothing, state_name)
         state = jax.tree.map(lambda s, wanted: jnp.asarray(s, wanted.dtype), initial_state, nothing)
