@@ -196,6 +196,8 @@ def programs(recipe: Recipe) -> Programs:
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state.params, state.best)
         idle = jnp.where(gained, 0, state.idle + 1)
         good = jnp.where(now >= recipe.solved, state.good + 1, 0)
+        # Why a trial stopped is read from these at the end, whose time others of the group decide.
+        idle, good = (jnp.where(state.active, new, old) for new, old in ((idle, state.idle), (good, state.good)))
         active = live & (good < 2)
         if recipe.patience:
             active &= idle < recipe.patience
@@ -226,10 +228,10 @@ class Outcome(NamedTuple):
     """What became of one trial."""
 
     status: str  # "done" or "diverged"
-    stopped: str  # "steps", "patience" or "solved"
+    stopped: str  # "steps", "patience", "solved" or "diverged"
     metrics: dict[str, float]
     validation: float
-    loss: float
+    loss: float | None  # None where it is not finite
     steps: int
 
 
@@ -265,10 +267,13 @@ def train_group(
     outcomes = []
     for i in range(len(trials)):
         looked = bool(read.best_accuracy[i] >= 0)
-        stopped = "steps" if read.steps[i] >= recipe.steps else "solved" if read.good[i] >= 2 else "patience"
-        metrics = {column: float(values[i]) for column, values in columns.items()} if looked else {}
         status = "done" if read.finite[i] else "diverged"
-        loss = float(read.loss[i])
+        if status == "diverged":
+            stopped = status
+        else:
+            stopped = "steps" if read.steps[i] >= recipe.steps else "solved" if read.good[i] >= 2 else "patience"
+        metrics = {column: float(values[i]) for column, values in columns.items()} if looked else {}
+        loss = float(read.loss[i]) if np.isfinite(read.loss[i]) else None
         outcomes.append(
             Outcome(status, stopped, metrics, float(max(read.best_accuracy[i], 0)), loss, int(read.steps[i]))
         )
