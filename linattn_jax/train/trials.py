@@ -19,8 +19,10 @@ from linattn_jax.train.optimizer import make_optimizer
 from linattn_jax.types import UserError
 
 Params = Any
-# What the sets of examples are folded into a key by; the sets for validation and test are those of every trial.
-TRAIN, VALIDATION, TEST = 0, 1, 2
+# What a seed's key is folded with for each use. No two are equal, as a trial's seed may be that of the sets, which are
+# for validation and test and those of every trial; below TRAIN, the examples and which of them make a batch.
+PARAMETERS, TRAIN, VALIDATION, TEST = 1, 2, 3, 4
+EXAMPLES, DRAWS = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,7 @@ def programs(recipe: Recipe) -> Programs:
     graph: list[Any] = []
 
     def init(one: Inputs) -> Progress:
-        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(one.seed), 1))
+        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(one.seed), PARAMETERS))
         parts: Any = nnx.split(recipe.model(rngs), nnx.Param, ...)
         graph[:] = [parts[0], parts[2]]
         params = strong_types(nnx.to_pure_dict(parts[1]))
@@ -176,12 +178,12 @@ def programs(recipe: Recipe) -> Programs:
         return state._replace(params=params, opt_state=opt_state, finite=finite, steps=steps), value
 
     def segment(state: Progress, one: Inputs, first: jax.Array) -> Progress:
-        key = jax.random.fold_in(jax.random.key(one.seed), 2)
+        key = jax.random.fold_in(jax.random.key(one.seed), TRAIN)
         numbers = first * recipe.batch + jnp.arange(recipe.eval_every * recipe.batch)
         if recipe.train_examples:
-            drawn = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, 1)))(numbers)
+            drawn = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, DRAWS)))(numbers)
             numbers = jax.vmap(lambda key: jax.random.randint(key, (), 0, recipe.train_examples))(drawn)
-        batches = examples(recipe.task, jax.random.fold_in(key, TRAIN), numbers, one.setting)
+        batches = examples(recipe.task, jax.random.fold_in(key, EXAMPLES), numbers, one.setting)
         batches = jax.tree.map(lambda x: x.reshape(recipe.eval_every, recipe.batch, *x.shape[1:]), batches)
 
         new, losses = jax.lax.scan(lambda state, batch: step(state, batch, one.learning_rate), state, batches)
