@@ -72,6 +72,9 @@ def plan(config: Any) -> list[Group]:
 
     Choosing trains the first seed at every rate on the settings config.select of the first bucket (all if it is
     empty); what it trained at the rate that wins is not trained again.
+
+    Raises:
+        UserError: a mixer that is not known, a setting that occurs twice, or one of `select` that does not occur.
     """
     first, *seeds = config.seeds
     rates, groups = tuple(config.learning_rates), []
@@ -79,12 +82,15 @@ def plan(config: Any) -> list[Group]:
     chosen_on = [_setting(setting) for setting in config.get("select", ())] or settings[0]
     if strange := [s for s in chosen_on if s not in settings[0]]:
         raise UserError(f"select: {dict(strange[0])} is no setting of the first bucket.")
+    every = [setting for bucket in settings for setting in bucket]
+    if twice := [s for s in every if every.count(s) > 1]:
+        raise UserError(f"buckets: the setting {dict(twice[0])} occurs twice; records could not tell its trials apart.")
     for mixer in config.mixers:
         variant(config, mixer)
         done = chosen_on if len(rates) > 1 else []
         if done:
-            trials = tuple((first, rate, setting) for setting in done for rate in rates)
-            groups.append(Group(mixer, SELECT, 0, trials))
+            trials = [(first, rate, setting) for setting in done for rate in rates]
+            groups += [Group(mixer, SELECT, 0, tuple(part)) for part in _parts(trials, config.max_trials)]
         for index, bucket in enumerate(settings):
             wanted = [(seed, setting) for setting in bucket for seed in (first, *seeds)]
             left = [
