@@ -143,7 +143,7 @@ def recipe(config: Any, mixer: str, bucket: int) -> Recipe:
 
 
 class Records:
-    """The JSONL of a study, each line a trial; several processes may append to one file."""
+    """A JSONL, for a study each line a trial; several processes may append to one file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -151,29 +151,43 @@ class Records:
 
     def read(self) -> list[Row]:
         """The rows there are; a line that a kill cut short is passed over."""
-        rows = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        return [row for row in map(_row, lines) if row is not None]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Appends rows."""
-        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-        text = ("\n" if torn else "") + "".join(json.dumps(row) + "\n" for row in rows)
-        with self.path.open("a") as file:
+        """Appends rows; a last line that a kill cut short is taken away, for readers accept it nowhere else."""
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        with self.path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed; what is torn now is nobody's work in progress
+            file.seek(0)
+            *_, last = file.read().split(b"\n")
+            if last and _row(last) is None:
+                file.truncate(file.tell() - len(last))
+            elif last:
+                text = b"\n" + text
             file.write(text)
 
 
-def chosen_rate(config: Any, rows: Sequence[Row], mixer: str) -> float | None:
-    """The learning rate with the highest mean validation accuracy in the trials that choose it; None without any."""
-    found: dict[float, list[float]] = {}
+def _row(line: bytes) -> Row | None:
+    """The object of a line; None where it is no whole one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def chosen_rate(rows: Sequence[Row], mixer: str) -> float | None:
+    """The learning rate with the highest sum of validation accuracies in the trials that choose it; None without any.
+
+    What diverged or failed adds nothing, as in `eval.report`; of equals the lower rate is taken.
+    """
+    sums: dict[float, float] = {}
     for row in rows:
         if row["mixer"] == mixer and row["stage"] == SELECT and row["status"] != "failed":
-            found.setdefault(row["learning_rate"], []).append(row["validation"] or 0.0)
-    return max(found, key=lambda rate: (np.mean(found[rate]), -rate)) if found else None
+            gain = row["validation"] if row["status"] == "done" else 0.0
+            sums[row["learning_rate"]] = sums.get(row["learning_rate"], 0.0) + gain
+    return max(sums, key=lambda rate: (sums[rate], -rate)) if sums else None
 
 
 def run_study(config: Any, run_dir: str | os.PathLike[str], *, time_limit_minutes: float = 0.0) -> list[Row]:
@@ -232,7 +246,7 @@ class _Sitting:
     def missing(self, group: Group) -> list[Trial]:
         """The group's trials that are not in the records, at the chosen rate where the group leaves it open."""
         rows = self.rows()
-        rate = chosen_rate(self.config, rows, group.mixer)
+        rate = chosen_rate(rows, group.mixer)
         done = {_identity(row) for row in rows if row["status"] != "failed"}
         trials = [Trial(seed, rate if given is None else given, setting) for seed, given, setting in group.trials]  # type: ignore[arg-type]
         return [t for t in trials if (group.mixer, t.seed, t.learning_rate, t.setting) not in done]
