@@ -241,7 +241,22 @@ class _Sitting:
         return self.rows()
 
     def rows(self) -> list[Row]:
-        return [row for row in self.records.read() if row["protocol"] == self.protocol]
+        """The rows of this protocol and of the mixers' present options, each trial once: its last that did not fail."""
+        kept: dict[tuple[Any, ...], Row] = {}
+        for row in self.records.read():
+            if row.get("protocol") != self.protocol or not self.present(row):
+                continue
+            identity = _identity(row)
+            if identity not in kept or row["status"] != "failed" or kept[identity]["status"] == "failed":
+                kept[identity] = row
+        return list(kept.values())
+
+    def present(self, row: Row) -> bool:
+        """Whether a row's label means now what it meant then."""
+        if row["mixer"] not in self.config.mixers:
+            return True
+        layer, options = variant(self.config, row["mixer"])
+        return (row["layer"], row["options"]) == (layer, json.loads(json.dumps(options)))
 
     def missing(self, group: Group) -> list[Trial]:
         """The group's trials that are not in the records, at the chosen rate where the group leaves it open."""
@@ -265,7 +280,7 @@ class _Sitting:
 
     def group(self, group: Group, trials: list[Trial], title: str) -> None:
         if trials[0].learning_rate is None:
-            self.fail(group, trials, "no learning rate could be chosen: all trials that choose it failed")
+            print(f"{title}: no learning rate could be chosen, as all trials that choose it failed", flush=True)
             return
         try:
             began = time.monotonic()
