@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -26,6 +27,7 @@ from linattn_jax.models.decoder import Decoder
 from linattn_jax.models.presets import DecoderConfig
 from linattn_jax.models.tiny import TinyConfig, TinyLM
 from linattn_jax.provenance import facts
+from linattn_jax.train.checkpoints import is_disk_full, quieten_orbax
 from linattn_jax.train.rundir import write_json
 from linattn_jax.train.trials import Outcome, Programs, Progress, Recipe, Trial, compile_programs, inputs, train_group
 from linattn_jax.types import UserError
@@ -213,6 +215,7 @@ class _Sitting:
     def __init__(self, config: Any, run_dir: Path, limit: float):
         self.config, self.run_dir = config, run_dir
         self.compiled: dict[tuple[int, int], Programs] = {}
+        self.crowd: dict[int, int] = {}  # by bucket, how many trials of the present mixer were too many for the device
         self.records = Records(run_dir / "trials.jsonl")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.started, self.limit = time.monotonic(), 60 * limit
@@ -232,6 +235,7 @@ class _Sitting:
                         print(f"{mixer}: another process is at it", flush=True)
                         continue
                     self.compiled.clear()
+                    self.crowd.clear()
                     for i, group in enumerate(groups):
                         if (group.bucket, group.mixer) == (bucket, mixer) and (trials := self.missing(group)):
                             self.check_time()
@@ -274,42 +278,59 @@ class _Sitting:
             self.compiled[key] = compile_programs(recipe(self.config, group.mixer, group.bucket), count, names)
         return self.compiled[key]
 
+    def over(self) -> bool:
+        return bool(self.limit) and time.monotonic() - self.started > self.limit
+
+    def end(self) -> str:
+        return f"the sitting's {self.limit / 60:g} minutes are over; run again to go on"
+
     def check_time(self) -> None:
-        if self.limit and time.monotonic() - self.started > self.limit:
-            raise OutOfTime(f"the sitting's {self.limit / 60:g} minutes are over; run again to go on")
+        if self.over():
+            raise OutOfTime(self.end())
 
     def group(self, group: Group, trials: list[Trial], title: str) -> None:
         if trials[0].learning_rate is None:
             print(f"{title}: no learning rate could be chosen, as all trials that choose it failed", flush=True)
             return
-        try:
-            began = time.monotonic()
-            programs = self.programs(group, len(trials))
-            compiled, began = time.monotonic() - began, time.monotonic()
-            outcomes = self.train(group, trials, programs, f"{title}, compiled in {compiled:.0f} s")
-        except OutOfTime:
-            raise
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error) and len(trials) > 1:
-                print(f"{title}: no memory for {len(trials)} trials at once, halving", flush=True)
-                for part in (trials[: len(trials) // 2], trials[len(trials) // 2 :]):
-                    self.group(group, part, title)
+        count = len(trials)
+        if count < self.crowd.get(group.bucket, count + 1):
+            try:
+                began = time.monotonic()
+                programs = self.programs(group, count)
+                compiled = time.monotonic() - began
+                outcomes, seconds = self.train(group, trials, programs, f"{title}, compiled in {compiled:.0f} s")
+            except OutOfTime:
+                raise
+            except Exception as error:
+                sentence = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                crowded = "RESOURCE_EXHAUSTED" in str(error) and count > 1
+            else:
+                self.keep(group, trials, outcomes, seconds)
                 return
-            self.fail(group, trials, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            return
-        self.keep(group, trials, outcomes, time.monotonic() - began)
+            # Out here the error is gone, and with it the arrays that its frames held.
+            if not crowded:
+                self.fail(group, trials, sentence)
+                return
+            print(f"{title}: no memory for {count} trials at once, halving", flush=True)
+            self.crowd[group.bucket] = count
+            self.compiled.pop((group.bucket, count), None)
+        for part in (trials[: count // 2], trials[count // 2 :]):
+            self.check_time()
+            self.group(group, part, title)
 
-    def train(self, group: Group, trials: list[Trial], programs: Programs, title: str) -> list[Outcome]:
+    def train(self, group: Group, trials: list[Trial], programs: Programs, title: str) -> tuple[list[Outcome], float]:
+        """Outcomes, and the seconds that they took in all sittings."""
         made = recipe(self.config, group.mixer, group.bucket)
-        where = self.run_dir / "groups" / _digest([self.protocol, group.mixer, *map(repr, trials)])
-        shown = saved = time.monotonic()
-        before = [0]
+        meant = json.dumps(variant(self.config, group.mixer), sort_keys=True)
+        where = self.run_dir / "groups" / _digest([self.protocol, group.mixer, meant, *map(repr, trials)])
+        resume, before = _load_state(where, programs, trials)
+        began = shown = saved = time.monotonic()
+        tokens = made.eval_every * made.batch * made.task.length * len(trials)
 
         def say(done: int, state: Progress, seconds: float) -> None:
             nonlocal shown
-            tokens = (done - before[0]) * made.batch * made.task.length * len(trials)
-            before[0] = done
-            if time.monotonic() - shown < 10 and done < made.steps and not sys.stdout.isatty():
+            last = done == made.steps or not np.any(np.asarray(state.active))
+            if time.monotonic() - shown < 10 and not last and not sys.stdout.isatty():
                 return
             shown = time.monotonic()
             accuracy = np.sort(np.asarray(state.accuracy))
@@ -319,21 +340,22 @@ class _Sitting:
                 f"{title}: step {done}/{made.steps}, accuracy {low:.3f} {middle:.3f} {high:.3f}, "
                 f"{running} of {len(trials)} running, {tokens / seconds / 1e6:.2f} M tokens/s"
             )
-            print(text, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+            print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
 
         def save(done: int, state: Progress) -> None:
             nonlocal saved
-            over = self.limit and time.monotonic() - self.started > self.limit
-            if done < made.steps and (over or time.monotonic() - saved > 60 * self.config.checkpoint_minutes):
-                _save_state(where, done, state)
+            if done == made.steps or not np.any(np.asarray(state.active)):
+                return
+            over = self.over()
+            if over or time.monotonic() - saved > 60 * self.config.checkpoint_minutes:
+                _save_state(where, done, state, before + time.monotonic() - began)
                 saved = time.monotonic()
-            if done < made.steps:
-                self.check_time()
+            if over:
+                raise OutOfTime(self.end())
 
-        resume = _load_state(where, programs, trials)
         outcomes = train_group(made, trials, programs, say=say, save=save, resume=resume)
         shutil.rmtree(where, ignore_errors=True)
-        return outcomes
+        return outcomes, before + time.monotonic() - began
 
     def keep(self, group: Group, trials: list[Trial], outcomes: list[Outcome], seconds: float) -> None:
         made = recipe(self.config, group.mixer, group.bucket)
@@ -354,7 +376,7 @@ class _Sitting:
         failure: Row = {"status": "failed", "error": sentence, "metrics": {}, "validation": None}
         self.records.add([self.row(group) | _of_trial(trial) | failure for trial in trials])
         try:
-            jax.block_until_ready(jax.numpy.zeros(()) + 1)
+            jax.block_until_ready(jnp.zeros(()) + 1)
         except Exception as error:
             raise RuntimeError(f"the device no longer answers, start again: {sentence}") from error
 
@@ -374,7 +396,7 @@ class _Sitting:
         }
 
     def note(self) -> None:
-        """Adds this sitting to sittings.jsonl."""
+        """Adds this sitting to sittings.jsonl: its seconds, the trials that it finished, and all tokens of these."""
         seconds = time.monotonic() - self.started
         mine = {"seconds": round(seconds, 1), "trials": self.trials, "tokens": self.tokens}
         Records(self.run_dir / "sittings.jsonl").add([self.facts | mine])
@@ -413,19 +435,41 @@ def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _save_state(where: Path, done: int, state: Progress) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(where.absolute() / str(done), state._asdict(), force=True)
+def _save_state(where: Path, done: int, state: Progress, seconds: float) -> None:
+    """Saves a group under way in place of its older states; on a full disk these stay and training goes on."""
+    quieten_orbax()
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            kept = state._asdict() | {"seconds": jnp.float32(seconds)}
+            checkpointer.save(where.absolute() / str(done), kept, force=True)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print(f"step {done} was not saved: no space left on the disk of {where}; training goes on", flush=True)
+        for unfinished in where.glob(f"{done}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return
     for old in where.iterdir():
         if old.name != str(done):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _load_state(where: Path, programs: Programs, trials: Sequence[Trial]) -> tuple[int, Progress] | None:
+def _load_state(where: Path, programs: Programs, trials: Sequence[Trial]) -> tuple[tuple[int, Progress] | None, float]:
+    """What `train_group` resumes from, None where nothing is saved that can be read, and the seconds spent on it."""
     steps = [int(child.name) for child in where.iterdir() if child.name.isdigit()] if where.is_dir() else []
     if not steps:
-        return None
-    like = programs.init(inputs(trials))
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(where.absolute() / str(max(steps)), like._asdict())
-    return max(steps), Progress(**found)
+        return None, 0.0
+    quieten_orbax()
+    like = programs.init(inputs(trials))._asdict() | {"seconds": jnp.float32(0)}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.restore(where.absolute() / str(max(steps)), like)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        print(f"the state in {where} cannot be read ({type(error).__name__}), its trials start anew", flush=True)
+        shutil.rmtree(where)
+        return None, 0.0
+    seconds = float(found.pop("seconds"))
+    return (max(steps), Progress(**found)), seconds
