@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from ml_collections import ConfigDict
+from tolerances import assert_close
 
 from linattn_jax.data.recall import VLAMultiQuery
 from linattn_jax.data.task import make_example
@@ -47,14 +48,25 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def assert_moved_alike(start, wanted, seen):
+    """The way of every parameter from `start` is the same to 1e-4.
+
+    Adam divides a gradient by its own size, so an element's way is as uncertain as its gradient, which float32 rounds
+    at 1e-7 of the largest; few are below 1e-3 of that.
+    """
+    for a, b, c in zip(*map(jax.tree.leaves, (start, wanted, seen)), strict=True):
+        a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+        assert_close(c - a, b - a, 1e-4)
+
+
 # A small real model on the VLA paper's task, sizes of the task traced.
 
-TASK, LONGER = VLAMultiQuery(2, 8, vocab_size=12), VLAMultiQuery(2, 12, vocab_size=12)
+TASK = VLAMultiQuery(2, 8, vocab_size=12)
 TINY = TinyConfig("linear", vocab_size=12, layers=1, width=16, heads=1, mlp_width=16, positions=12)
 RECALL = Recipe(
     lambda rngs: TinyLM(TINY, rngs=rngs),
     TASK,
-    {"n={pairs}": TASK, "longer": LONGER},
+    {"n={pairs}": TASK},
     ConfigDict(OPTIMIZER),
     steps=STEPS,
     batch=4,
@@ -89,7 +101,7 @@ def recall(compiled):
 
 @pytest.fixture(scope="module")
 def loop():
-    """loop(trial) -> parameters after each step and losses, of one trial trained by itself, step by step."""
+    """loop(trial) -> parameters at the start and after each step, then losses, of one trial trained by itself."""
 
     def loss(params, batch):
         model = TinyLM(TINY, rngs=nnx.Rngs(0))
@@ -109,7 +121,7 @@ def loop():
             return one.learning_rate * (FINAL + (1 - FINAL) * (1 + math.cos(turn)) / 2)
 
         key = jax.random.key(one.seed)
-        params = nnx.to_pure_dict(nnx.state(TinyLM(TINY, rngs=nnx.Rngs(jax.random.fold_in(key, 1))), nnx.Param))
+        start = params = nnx.to_pure_dict(nnx.state(TinyLM(TINY, rngs=nnx.Rngs(jax.random.fold_in(key, 1))), nnx.Param))
         matrices = jax.tree_util.tree_map_with_path(
             lambda path, x: x.ndim == 2 and "positions" not in str(path), params
         )
@@ -124,7 +136,7 @@ def loop():
             params = jax.tree.map(update, params, direction, matrices)
             after.append(params)
             losses.append(float(value))
-        return after, losses
+        return start, *after, losses
 
     return run
 
@@ -145,11 +157,9 @@ def measured(params, task, setting, key, count):
 def test_a_trial_is_what_a_plain_loop_makes_of_it(recall, loop, i):
     """The same seed at another rate and size; the rate warms up and falls by the trial's own peak."""
     outcomes, states = recall
-    after, losses = loop(GROUP[i])
+    start, *after, losses = loop(GROUP[i])
     for done, state in states.items():
-        moved = jax.tree.map(lambda p: p[i], state.params)
-        for wanted, seen in zip(jax.tree.leaves(after[done - 1]), jax.tree.leaves(moved), strict=True):
-            np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-5 * GROUP[i].learning_rate * done)
+        assert_moved_alike(start, after[done - 1], row(state.params, i))
         np.testing.assert_allclose(state.loss[i], np.mean(losses[done - 2 : done]), rtol=1e-5)
     assert outcomes[i].loss == pytest.approx(np.mean(losses[-2:]), rel=1e-5)
     assert (outcomes[i].status, outcomes[i].stopped, outcomes[i].steps) == ("done", "steps", STEPS)
@@ -173,18 +183,14 @@ def test_accuracy_counts_what_is_scored_of_as_many_examples_as_asked(recall, i):
 
 def test_a_trial_does_not_depend_on_its_group(recall):
     outcomes, states = recall
-    recipe = dataclasses.replace(RECALL, evaluations={"n={pairs}": TASK})
-    alone = compile_programs(recipe, 1, ["pairs", "used"])
+    alone = compile_programs(RECALL, 1, ["pairs", "used"])
     for i in (0, 2):
-        (outcome,), lonely = followed(recipe, [GROUP[i]], alone)
+        start = row(jax.device_get(alone.init(inputs([GROUP[i]])).params), 0)
+        (outcome,), lonely = followed(RECALL, [GROUP[i]], alone)
         for done, state in lonely.items():
-            for seen, wanted in zip(
-                jax.tree.leaves(row(state.params, 0)), jax.tree.leaves(row(states[done].params, i)), strict=True
-            ):
-                np.testing.assert_allclose(seen, wanted, rtol=1e-5, atol=1e-6)
+            assert_moved_alike(start, row(states[done].params, i), row(state.params, 0))
             np.testing.assert_array_equal(state.accuracy[0], states[done].accuracy[i])
-        assert outcome.metrics == {"n={pairs}": outcomes[i].metrics["n={pairs}"]}
-        assert outcome.validation == outcomes[i].validation
+        assert (outcome.metrics, outcome.validation) == (outcomes[i].metrics, outcomes[i].validation)
 
 
 def test_what_diverges_keeps_its_last_finite_parameters_and_harms_no_other(recall):
@@ -243,13 +249,14 @@ class Echo:
 ECHO = Recipe(
     Table,
     Echo(),
-    {"here": Echo()},
+    {"here": Echo(), "longer": Echo(6)},
     ConfigDict(SGD),
     steps=16,
     batch=8,
     eval_every=2,
     validation_examples=32,
     test_examples=32,
+    eval_batch=60,  # 20 of the longer examples at a time
     patience=3,
     solved=0.95,
 )
@@ -274,7 +281,7 @@ def test_trials_stop_one_by_one_and_rest(echo):
     for i, outcome in enumerate(outcomes):
         best, idle, good, kept, end = -1.0, 0, 0, None, "steps"
         for done, state in states.items():
-            now = float(state.accuracy[i])
+            stop, now = done, float(state.accuracy[i])
             if not state.finite[i]:
                 end = "diverged"
                 break
@@ -286,12 +293,12 @@ def test_trials_stop_one_by_one_and_rest(echo):
                 end = "solved" if good == 2 else "patience"
                 break
         assert outcome.stopped == end
-        assert outcome.steps == (1 if end == "diverged" else done)
+        assert outcome.steps == (1 if end == "diverged" else stop)
         assert outcome.validation == max(best, 0)
         if kept is not None:
             assert_equal(row(states[ECHO.steps].best, i), kept)
-        for later in range(done, ECHO.steps + 1, ECHO.eval_every):
-            assert_equal(row(states[later], i), row(states[done], i))
+        for later in range(stop, ECHO.steps + 1, ECHO.eval_every):
+            assert_equal(row(states[later], i), row(states[stop], i))
 
 
 def test_the_best_of_a_trial_that_falls_back_is_not_its_last(echo):
@@ -300,6 +307,20 @@ def test_the_best_of_a_trial_that_falls_back_is_not_its_last(echo):
     assert outcomes[2].validation > float(states[ECHO.steps].accuracy[2])
     with pytest.raises(AssertionError):
         assert_equal(row(states[ECHO.steps].best, 2), row(states[ECHO.steps].params, 2))
+
+
+def test_every_column_is_of_its_own_length(echo):
+    outcomes, states = echo
+    for i, outcome in enumerate(outcomes):
+        if outcome.status == "diverged":
+            continue
+        best = row(states[ECHO.steps].best, i)
+        for column, task in ECHO.evaluations.items():
+            key = jax.random.fold_in(jax.random.key(42), TEST)
+            tokens = np.asarray(examples(task, key, range(32), ()).tokens)
+            right = (best["embed"][tokens] @ best["answer"].T).argmax(-1) == tokens
+            assert outcome.metrics[column] == pytest.approx(right.mean(), abs=1e-6), column
+    assert any(outcome.metrics["here"] != outcome.metrics["longer"] for outcome in outcomes if outcome.metrics)
 
 
 def test_why_a_trial_stopped_does_not_depend_on_when_the_others_do(echo, compiled_echo):
@@ -404,7 +425,7 @@ def test_inputs_and_states_have_their_types_whatever_the_default():
         after = jax.eval_shape(plain.segment, state, given, jnp.int32(0))
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
         assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(t) for t in ("float32", "int32", "bool")}
-        assert jax.eval_shape(plain.tests["longer"], state, given).dtype == jnp.float32
+        assert jax.eval_shape(plain.tests["n={pairs}"], state, given).dtype == jnp.float32
 
 
 def test_looks_fall_on_the_last_step():
