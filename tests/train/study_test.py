@@ -21,6 +21,7 @@ import pytest
 from configs import _studies
 from linattn_jax.eval.report import read_trials, summary
 from linattn_jax.train import study
+from linattn_jax.train.rundir import write_json
 from linattn_jax.train.trials import Programs, Progress
 from linattn_jax.types import UserError
 
@@ -458,6 +459,21 @@ def test_mixers_that_another_process_is_at_are_left_to_it(tmp_path, pretence, ca
     assert capsys.readouterr().out.count("linear: another process is at it") == 2
     study.run_study(config(), tmp_path)
     assert sorted(pretence.trained) == sorted(TRAINED)
+
+
+def test_two_processes_may_write_their_config_at_once(tmp_path, monkeypatch):
+    path, real, pids = tmp_path / "config.json", pathlib.Path.replace, [11, 22]
+    monkeypatch.setattr(os, "getpid", lambda: pids[0])
+
+    def replace(self, target):
+        if pids.pop(0) == 11:
+            write_json(path, "the other's")
+        real(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace)
+    write_json(path, "mine")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    assert json.loads(path.read_text()) == "mine"
 
 
 def test_a_sitting_is_noted(tmp_path, pretence, capsys):
