@@ -8,6 +8,8 @@ from experiments._main import define_config
 from linattn_jax.train.study import OutOfTime, run_study, variant
 from linattn_jax.types import UserError
 
+flags.disclaim_key_flags()  # they are those of the program that calls define, whose --help shows them
+
 _HOLDERS: dict[str, flags.FlagHolder] = {}
 
 

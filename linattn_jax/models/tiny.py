@@ -31,7 +31,7 @@ class TinyConfig:
     positions: int = 4096
     norm_eps: float = 1e-5
     dtype: str = "float32"
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.mixer not in LAYERS:

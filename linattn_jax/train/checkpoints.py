@@ -60,7 +60,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._keep, self._say = keep, say
         self._pending: int | None = None
-        _quieten_orbax()
+        quieten_orbax()
         self.directory.mkdir(parents=True, exist_ok=True)
         for step in _numbered(self.directory):
             if not _complete(self.directory / str(step)):
@@ -192,7 +192,7 @@ def load_params(run_dir: str | os.PathLike[str], like: Any, step: int | None = N
     Raises:
         UserError: no such run or checkpoint, or a parameter missing, unknown or of another shape, which it names.
     """
-    _quieten_orbax()
+    quieten_orbax()
     directory = Path(run_dir).absolute()
     if not directory.is_dir():
         raise UserError(f"there is no run directory {run_dir}")
@@ -287,7 +287,8 @@ def _complete(step_directory: Path) -> bool:
     return all((step_directory / name).exists() for name in needed)
 
 
-def _quieten_orbax() -> None:
+def quieten_orbax() -> None:
+    """Drops Orbax's lines on each save from absl's log."""
     logger = logging.getLogger("absl")
     if not any(isinstance(known, _OrbaxNoise) for known in logger.filters):
         logger.addFilter(_OrbaxNoise())

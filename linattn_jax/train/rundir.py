@@ -15,7 +15,7 @@ from linattn_jax.provenance import facts
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a file whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # other processes may be writing it too
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
@@ -26,6 +27,7 @@ from linattn_jax.models.decoder import Decoder
 from linattn_jax.models.presets import DecoderConfig
 from linattn_jax.models.tiny import TinyConfig, TinyLM
 from linattn_jax.provenance import facts
+from linattn_jax.train.checkpoints import is_disk_full, quieten_orbax
 from linattn_jax.train.rundir import write_json
 from linattn_jax.train.trials import Outcome, Programs, Progress, Recipe, Trial, compile_programs, inputs, train_group
 from linattn_jax.types import UserError
@@ -73,6 +75,9 @@ def plan(config: Any) -> list[Group]:
 
     Choosing trains the first seed at every rate on the settings config.select of the first bucket (all if it is
     empty); what it trained at the rate that wins is not trained again.
+
+    Raises:
+        UserError: a mixer that is not known, a setting that occurs twice, or one of `select` that does not occur.
     """
     first, *seeds = config.seeds
     rates, groups = tuple(config.learning_rates), []
@@ -80,12 +85,15 @@ def plan(config: Any) -> list[Group]:
     chosen_on = [_setting(setting) for setting in config.get("select", ())] or settings[0]
     if strange := [s for s in chosen_on if s not in settings[0]]:
         raise UserError(f"select: {dict(strange[0])} is no setting of the first bucket.")
+    every = [setting for bucket in settings for setting in bucket]
+    if twice := [s for s in every if every.count(s) > 1]:
+        raise UserError(f"buckets: the setting {dict(twice[0])} occurs twice; records could not tell its trials apart.")
     for mixer in config.mixers:
         variant(config, mixer)
         done = chosen_on if len(rates) > 1 else []
         if done:
-            trials = tuple((first, rate, setting) for setting in done for rate in rates)
-            groups.append(Group(mixer, SELECT, 0, trials))
+            trials = [(first, rate, setting) for setting in done for rate in rates]
+            groups += [Group(mixer, SELECT, 0, tuple(part)) for part in _parts(trials, config.max_trials)]
         for index, bucket in enumerate(settings):
             wanted = [(seed, setting) for setting in bucket for seed in (first, *seeds)]
             left = [
@@ -138,7 +146,7 @@ def recipe(config: Any, mixer: str, bucket: int) -> Recipe:
 
 
 class Records:
-    """The JSONL of a study, each line a trial; several processes may append to one file."""
+    """A JSONL, for a study each line a trial; several processes may append to one file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -146,29 +154,43 @@ class Records:
 
     def read(self) -> list[Row]:
         """The rows there are; a line that a kill cut short is passed over."""
-        rows = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
+        return [row for row in map(_row, lines) if row is not None]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Appends rows."""
-        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
-        text = ("\n" if torn else "") + "".join(json.dumps(row) + "\n" for row in rows)
-        with self.path.open("a") as file:
+        """Appends rows; a last line that a kill cut short is taken away, for readers accept it nowhere else."""
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        with self.path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed; what is torn now is nobody's work in progress
+            file.seek(0)
+            *_, last = file.read().split(b"\n")
+            if last and _row(last) is None:
+                file.truncate(file.tell() - len(last))
+            elif last:
+                text = b"\n" + text
             file.write(text)
 
 
-def chosen_rate(config: Any, rows: Sequence[Row], mixer: str) -> float | None:
-    """The learning rate with the highest mean validation accuracy in the trials that choose it; None without any."""
-    found: dict[float, list[float]] = {}
+def _row(line: bytes) -> Row | None:
+    """The object of a line; None where it is no whole one."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def chosen_rate(rows: Sequence[Row], mixer: str) -> float | None:
+    """The learning rate with the highest sum of validation accuracies in the trials that choose it; None without any.
+
+    What diverged or failed adds nothing, as in `eval.report`; of equals the lower rate is taken.
+    """
+    sums: dict[float, float] = {}
     for row in rows:
         if row["mixer"] == mixer and row["stage"] == SELECT and row["status"] != "failed":
-            found.setdefault(row["learning_rate"], []).append(row["validation"] or 0.0)
-    return max(found, key=lambda rate: (np.mean(found[rate]), -rate)) if found else None
+            gain = row["validation"] if row["status"] == "done" else 0.0
+            sums[row["learning_rate"]] = sums.get(row["learning_rate"], 0.0) + gain
+    return max(sums, key=lambda rate: (sums[rate], -rate)) if sums else None
 
 
 def run_study(config: Any, run_dir: str | os.PathLike[str], *, time_limit_minutes: float = 0.0) -> list[Row]:
@@ -194,6 +216,7 @@ class _Sitting:
     def __init__(self, config: Any, run_dir: Path, limit: float):
         self.config, self.run_dir = config, run_dir
         self.compiled: dict[tuple[int, int], Programs] = {}
+        self.crowd: dict[int, int] = {}  # by bucket, how many trials of the present mixer were too many for the device
         self.records = Records(run_dir / "trials.jsonl")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.started, self.limit = time.monotonic(), 60 * limit
@@ -213,6 +236,7 @@ class _Sitting:
                         print(f"{mixer}: another process is at it", flush=True)
                         continue
                     self.compiled.clear()
+                    self.crowd.clear()
                     for i, group in enumerate(groups):
                         if (group.bucket, group.mixer) == (bucket, mixer) and (trials := self.missing(group)):
                             self.check_time()
@@ -222,12 +246,27 @@ class _Sitting:
         return self.rows()
 
     def rows(self) -> list[Row]:
-        return [row for row in self.records.read() if row["protocol"] == self.protocol]
+        """The rows of this protocol and of the mixers' present options, each trial once: its last that did not fail."""
+        kept: dict[tuple[Any, ...], Row] = {}
+        for row in self.records.read():
+            if row.get("protocol") != self.protocol or not self.present(row):
+                continue
+            identity = _identity(row)
+            if identity not in kept or row["status"] != "failed" or kept[identity]["status"] == "failed":
+                kept[identity] = row
+        return list(kept.values())
+
+    def present(self, row: Row) -> bool:
+        """Whether a row's label means now what it meant then."""
+        if row["mixer"] not in self.config.mixers:
+            return True
+        layer, options = variant(self.config, row["mixer"])
+        return (row["layer"], row["options"]) == (layer, json.loads(json.dumps(options)))
 
     def missing(self, group: Group) -> list[Trial]:
         """The group's trials that are not in the records, at the chosen rate where the group leaves it open."""
         rows = self.rows()
-        rate = chosen_rate(self.config, rows, group.mixer)
+        rate = chosen_rate(rows, group.mixer)
         done = {_identity(row) for row in rows if row["status"] != "failed"}
         trials = [Trial(seed, rate if given is None else given, setting) for seed, given, setting in group.trials]  # type: ignore[arg-type]
         return [t for t in trials if (group.mixer, t.seed, t.learning_rate, t.setting) not in done]
@@ -240,42 +279,59 @@ class _Sitting:
             self.compiled[key] = compile_programs(recipe(self.config, group.mixer, group.bucket), count, names)
         return self.compiled[key]
 
+    def over(self) -> bool:
+        return bool(self.limit) and time.monotonic() - self.started > self.limit
+
+    def end(self) -> str:
+        return f"the sitting's {self.limit / 60:g} minutes are over; run again to go on"
+
     def check_time(self) -> None:
-        if self.limit and time.monotonic() - self.started > self.limit:
-            raise OutOfTime(f"the sitting's {self.limit / 60:g} minutes are over; run again to go on")
+        if self.over():
+            raise OutOfTime(self.end())
 
     def group(self, group: Group, trials: list[Trial], title: str) -> None:
         if trials[0].learning_rate is None:
-            self.fail(group, trials, "no learning rate could be chosen: all trials that choose it failed")
+            print(f"{title}: no learning rate could be chosen, as all trials that choose it failed", flush=True)
             return
-        try:
-            began = time.monotonic()
-            programs = self.programs(group, len(trials))
-            compiled, began = time.monotonic() - began, time.monotonic()
-            outcomes = self.train(group, trials, programs, f"{title}, compiled in {compiled:.0f} s")
-        except OutOfTime:
-            raise
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error) and len(trials) > 1:
-                print(f"{title}: no memory for {len(trials)} trials at once, halving", flush=True)
-                for part in (trials[: len(trials) // 2], trials[len(trials) // 2 :]):
-                    self.group(group, part, title)
+        count = len(trials)
+        if count < self.crowd.get(group.bucket, count + 1):
+            try:
+                began = time.monotonic()
+                programs = self.programs(group, count)
+                compiled = time.monotonic() - began
+                outcomes, seconds = self.train(group, trials, programs, f"{title}, compiled in {compiled:.0f} s")
+            except OutOfTime:
+                raise
+            except Exception as error:
+                sentence = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                crowded = "RESOURCE_EXHAUSTED" in str(error) and count > 1
+            else:
+                self.keep(group, trials, outcomes, seconds)
                 return
-            self.fail(group, trials, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            return
-        self.keep(group, trials, outcomes, time.monotonic() - began)
+            # Out here the error is gone, and with it the arrays that its frames held.
+            if not crowded:
+                self.fail(group, trials, sentence)
+                return
+            print(f"{title}: no memory for {count} trials at once, halving", flush=True)
+            self.crowd[group.bucket] = count
+            self.compiled.pop((group.bucket, count), None)
+        for part in (trials[: count // 2], trials[count // 2 :]):
+            self.check_time()
+            self.group(group, part, title)
 
-    def train(self, group: Group, trials: list[Trial], programs: Programs, title: str) -> list[Outcome]:
+    def train(self, group: Group, trials: list[Trial], programs: Programs, title: str) -> tuple[list[Outcome], float]:
+        """Outcomes, and the seconds that they took in all sittings."""
         made = recipe(self.config, group.mixer, group.bucket)
-        where = self.run_dir / "groups" / _digest([self.protocol, group.mixer, *map(repr, trials)])
-        shown = saved = time.monotonic()
-        before = [0]
+        meant = json.dumps(variant(self.config, group.mixer), sort_keys=True)
+        where = self.run_dir / "groups" / _digest([self.protocol, group.mixer, meant, *map(repr, trials)])
+        resume, before = _load_state(where, programs, trials)
+        began = shown = saved = time.monotonic()
+        tokens = made.eval_every * made.batch * made.task.length * len(trials)
 
         def say(done: int, state: Progress, seconds: float) -> None:
             nonlocal shown
-            tokens = (done - before[0]) * made.batch * made.task.length * len(trials)
-            before[0] = done
-            if time.monotonic() - shown < 10 and done < made.steps and not sys.stdout.isatty():
+            last = done == made.steps or not np.any(np.asarray(state.active))
+            if time.monotonic() - shown < 10 and not last and not sys.stdout.isatty():
                 return
             shown = time.monotonic()
             accuracy = np.sort(np.asarray(state.accuracy))
@@ -285,21 +341,22 @@ class _Sitting:
                 f"{title}: step {done}/{made.steps}, accuracy {low:.3f} {middle:.3f} {high:.3f}, "
                 f"{running} of {len(trials)} running, {tokens / seconds / 1e6:.2f} M tokens/s"
             )
-            print(text, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+            print(text, end="\r" if sys.stdout.isatty() and not last else "\n", flush=True)
 
         def save(done: int, state: Progress) -> None:
             nonlocal saved
-            over = self.limit and time.monotonic() - self.started > self.limit
-            if done < made.steps and (over or time.monotonic() - saved > 60 * self.config.checkpoint_minutes):
-                _save_state(where, done, state)
+            if done == made.steps or not np.any(np.asarray(state.active)):
+                return
+            over = self.over()
+            if over or time.monotonic() - saved > 60 * self.config.checkpoint_minutes:
+                _save_state(where, done, state, before + time.monotonic() - began)
                 saved = time.monotonic()
-            if done < made.steps:
-                self.check_time()
+            if over:
+                raise OutOfTime(self.end())
 
-        resume = _load_state(where, programs, trials)
         outcomes = train_group(made, trials, programs, say=say, save=save, resume=resume)
         shutil.rmtree(where, ignore_errors=True)
-        return outcomes
+        return outcomes, before + time.monotonic() - began
 
     def keep(self, group: Group, trials: list[Trial], outcomes: list[Outcome], seconds: float) -> None:
         made = recipe(self.config, group.mixer, group.bucket)
@@ -320,7 +377,7 @@ class _Sitting:
         failure: Row = {"status": "failed", "error": sentence, "metrics": {}, "validation": None}
         self.records.add([self.row(group) | _of_trial(trial) | failure for trial in trials])
         try:
-            jax.block_until_ready(jax.numpy.zeros(()) + 1)
+            jax.block_until_ready(jnp.zeros(()) + 1)
         except Exception as error:
             raise RuntimeError(f"the device no longer answers, start again: {sentence}") from error
 
@@ -340,7 +397,7 @@ class _Sitting:
         }
 
     def note(self) -> None:
-        """Adds this sitting to sittings.jsonl."""
+        """Adds this sitting to sittings.jsonl: its seconds, the trials that it finished, and all tokens of these."""
         seconds = time.monotonic() - self.started
         mine = {"seconds": round(seconds, 1), "trials": self.trials, "tokens": self.tokens}
         Records(self.run_dir / "sittings.jsonl").add([self.facts | mine])
@@ -379,19 +436,41 @@ def _digest(parts: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _save_state(where: Path, done: int, state: Progress) -> None:
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(where.absolute() / str(done), state._asdict(), force=True)
+def _save_state(where: Path, done: int, state: Progress, seconds: float) -> None:
+    """Saves a group under way in place of its older states; on a full disk these stay and training goes on."""
+    quieten_orbax()
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            kept = state._asdict() | {"seconds": jnp.float32(seconds)}
+            checkpointer.save(where.absolute() / str(done), kept, force=True)
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        print(f"step {done} was not saved: no space left on the disk of {where}; training goes on", flush=True)
+        for unfinished in where.glob(f"{done}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return
     for old in where.iterdir():
         if old.name != str(done):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _load_state(where: Path, programs: Programs, trials: Sequence[Trial]) -> tuple[int, Progress] | None:
+def _load_state(where: Path, programs: Programs, trials: Sequence[Trial]) -> tuple[tuple[int, Progress] | None, float]:
+    """What `train_group` resumes from, None where nothing is saved that can be read, and the seconds spent on it."""
     steps = [int(child.name) for child in where.iterdir() if child.name.isdigit()] if where.is_dir() else []
     if not steps:
-        return None
-    like = programs.init(inputs(trials))
-    with ocp.StandardCheckpointer() as checkpointer:
-        found = checkpointer.restore(where.absolute() / str(max(steps)), like._asdict())
-    return max(steps), Progress(**found)
+        return None, 0.0
+    quieten_orbax()
+    like = programs.init(inputs(trials))._asdict() | {"seconds": jnp.float32(0)}
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.restore(where.absolute() / str(max(steps)), like)
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        print(f"the state in {where} cannot be read ({type(error).__name__}), its trials start anew", flush=True)
+        shutil.rmtree(where)
+        return None, 0.0
+    seconds = float(found.pop("seconds"))
+    return (max(steps), Progress(**found)), seconds

@@ -19,8 +19,10 @@ from linattn_jax.train.optimizer import make_optimizer
 from linattn_jax.types import UserError
 
 Params = Any
-# What the sets of examples are folded into a key by; the sets for validation and test are those of every trial.
-TRAIN, VALIDATION, TEST = 0, 1, 2
+# What a seed's key is folded with for each use. No two are equal, as a trial's seed may be that of the sets, which are
+# for validation and test and those of every trial; below TRAIN, the examples and which of them make a batch.
+PARAMETERS, TRAIN, VALIDATION, TEST = 1, 2, 3, 4
+EXAMPLES, DRAWS = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,7 @@ def programs(recipe: Recipe) -> Programs:
     graph: list[Any] = []
 
     def init(one: Inputs) -> Progress:
-        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(one.seed), 1))
+        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(one.seed), PARAMETERS))
         parts: Any = nnx.split(recipe.model(rngs), nnx.Param, ...)
         graph[:] = [parts[0], parts[2]]
         params = strong_types(nnx.to_pure_dict(parts[1]))
@@ -176,12 +178,12 @@ def programs(recipe: Recipe) -> Programs:
         return state._replace(params=params, opt_state=opt_state, finite=finite, steps=steps), value
 
     def segment(state: Progress, one: Inputs, first: jax.Array) -> Progress:
-        key = jax.random.fold_in(jax.random.key(one.seed), 2)
+        key = jax.random.fold_in(jax.random.key(one.seed), TRAIN)
         numbers = first * recipe.batch + jnp.arange(recipe.eval_every * recipe.batch)
         if recipe.train_examples:
-            drawn = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, 1)))(numbers)
+            drawn = jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, DRAWS)))(numbers)
             numbers = jax.vmap(lambda key: jax.random.randint(key, (), 0, recipe.train_examples))(drawn)
-        batches = examples(recipe.task, jax.random.fold_in(key, TRAIN), numbers, one.setting)
+        batches = examples(recipe.task, jax.random.fold_in(key, EXAMPLES), numbers, one.setting)
         batches = jax.tree.map(lambda x: x.reshape(recipe.eval_every, recipe.batch, *x.shape[1:]), batches)
 
         new, losses = jax.lax.scan(lambda state, batch: step(state, batch, one.learning_rate), state, batches)
@@ -196,6 +198,8 @@ def programs(recipe: Recipe) -> Programs:
         best = jax.tree.map(lambda new, old: jnp.where(better, new, old), state.params, state.best)
         idle = jnp.where(gained, 0, state.idle + 1)
         good = jnp.where(now >= recipe.solved, state.good + 1, 0)
+        # Why a trial stopped is read from these at the end, whose time others of the group decide.
+        idle, good = (jnp.where(state.active, new, old) for new, old in ((idle, state.idle), (good, state.good)))
         active = live & (good < 2)
         if recipe.patience:
             active &= idle < recipe.patience
@@ -226,10 +230,10 @@ class Outcome(NamedTuple):
     """What became of one trial."""
 
     status: str  # "done" or "diverged"
-    stopped: str  # "steps", "patience" or "solved"
+    stopped: str  # "steps", "patience", "solved" or "diverged"
     metrics: dict[str, float]
     validation: float
-    loss: float
+    loss: float | None  # None where it is not finite
     steps: int
 
 
@@ -265,10 +269,13 @@ def train_group(
     outcomes = []
     for i in range(len(trials)):
         looked = bool(read.best_accuracy[i] >= 0)
-        stopped = "steps" if read.steps[i] >= recipe.steps else "solved" if read.good[i] >= 2 else "patience"
-        metrics = {column: float(values[i]) for column, values in columns.items()} if looked else {}
         status = "done" if read.finite[i] else "diverged"
-        loss = float(read.loss[i])
+        if status == "diverged":
+            stopped = status
+        else:
+            stopped = "steps" if read.steps[i] >= recipe.steps else "solved" if read.good[i] >= 2 else "patience"
+        metrics = {column: float(values[i]) for column, values in columns.items()} if looked else {}
+        loss = float(read.loss[i]) if np.isfinite(read.loss[i]) else None
         outcomes.append(
             Outcome(status, stopped, metrics, float(max(read.best_accuracy[i], 0)), loss, int(read.steps[i]))
         )
