@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from linattn_jax.eval.report import Records, Summary, Trial, Verdict, newest_protocol, reported, table
+from linattn_jax.eval.report import (
+    Records,
+    Summary,
+    Trial,
+    Verdict,
+    newest_protocol,
+    read_trials,
+    reported,
+    summary,
+    table,
+    verdict,
+)
+from linattn_jax.eval.report_figure import figure
+from linattn_jax.types import UserError
 
 _LEGEND = (
     "Accuracy in percent on the test set: mean ± sample standard deviation over seeds (number of seeds), "
@@ -17,8 +31,8 @@ _LISTED = 40
 _RESULTS = ("holds", "holds in part", "does not hold", "not measured")
 
 
-def page(study: str, config: Any, records: Records, summary: Summary, verdicts: Sequence[Verdict]) -> str:
-    """README.md of a study; `summary` and `verdicts` are those of the trials of the newest protocol."""
+def page(study: str, config: Any, records: Records, results: Summary, verdicts: Sequence[Verdict]) -> str:
+    """README.md of a study; `results` and `verdicts` are those of the trials of the newest protocol."""
     trials, left_out = newest_protocol(records.trials)
     made = f"python -m experiments.{study}\npython -m experiments.report --studies={study}"
     parts = [
@@ -29,8 +43,8 @@ def page(study: str, config: Any, records: Records, summary: Summary, verdicts: 
         f"![{config.title}]({study}.png)",
         "## Accuracy",
         _LEGEND,
-        table(config, summary),
-        _bullets([*_gaps(summary), *_unshown(config, trials)]),
+        table(config, results),
+        _bullets([*_gaps(results), *_unshown(config, trials)]),
         _bullets(config.get("notes") or ()),
         "## Claims" if verdicts else "",
         "\n".join(map(_claim, verdicts)),
@@ -46,9 +60,9 @@ def overview(studies: Mapping[str, tuple[Any, Sequence[Verdict]]]) -> str:
     results = Counter(verdict.result for _, verdicts in studies.values() for verdict in verdicts)
     lines = ["| study | claim | verdict |", "| --- | --- | --- |"]
     for study, (config, verdicts) in studies.items():
-        for i, verdict in enumerate(verdicts or [Verdict("", "no claim", ())]):
+        for i, each in enumerate(verdicts or [Verdict("", "no claim", ())]):
             name = f"[{_cell(config.title)}]({study}/README.md), {_cell(config.paper)}" if i == 0 else ""
-            lines.append(f"| {name} | {_cell(verdict.text)} | {verdict.result} |")
+            lines.append(f"| {name} | {_cell(each.text)} | {each.result} |")
     counts = ", ".join(f"{word} {results[word]}" for word in _RESULTS if results[word])
     text = f"Claims: {counts or 'none'}. Made by `python -m experiments.report` from the trials of each study."
     return "\n\n".join(["# Studies", text, "\n".join(lines)]) + "\n"
@@ -176,3 +190,36 @@ def _bullets(lines: Iterable[str]) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def write_reports(
+    records: Path, output: Path, studies: Sequence[str] | None, config_of: Callable[[str], Any]
+) -> Iterator[str]:
+    """Writes each study's page and figure and, when none is left out, the overview; yields what to say of it.
+
+    Args:
+        records: folder of folders with trials.jsonl, named as their studies.
+        output: folder to write to.
+        studies: those to report; None for all that have records.
+        config_of: a study's config by its name.
+    Raises:
+        UserError: no records, or records that cannot be read as `config_of` says.
+    """
+    known = sorted(path.parent.name for path in records.glob("*/trials.jsonl"))
+    chosen = studies or known
+    if unknown := [study for study in chosen if study not in known]:
+        raise UserError(f"no {records}/{unknown[0]}/trials.jsonl; studies with records: {', '.join(known) or 'none'}")
+    if not chosen:
+        raise UserError(f"there is no trials.jsonl in a folder of {records}")
+    told = {}
+    for study in chosen:
+        config, found = config_of(study), read_trials(records / study / "trials.jsonl", study)
+        results = summary(config, newest_protocol(found.trials)[0])
+        told[study] = config, [verdict(claim, results) for claim in config.get("claims", ())]
+        (output / study).mkdir(parents=True, exist_ok=True)
+        (output / study / "README.md").write_text(page(study, config, found, results, told[study][1]))
+        figure(config, results, output / study / f"{study}.png")
+        yield "\n  ".join([f"{study}:", *(f"{each.result}: {each.text}" for each in told[study][1])])
+    if set(known) <= set(chosen):
+        (output / "studies.md").write_text(overview(told))
+    yield f"written to {output}" + ("" if set(known) <= set(chosen) else "; studies.md left as it is")

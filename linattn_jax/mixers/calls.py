@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax import lax
 
 from linattn_jax import debug
 from linattn_jax.mixers import chunking, dispatch
@@ -155,8 +154,8 @@ def _prepare(
         scale = jnp.asarray(scale, dtype)
     nothing = _varying_like(empty(sizes, dtype), arrays)
     if initial_state is None:
-        # XLA's CPU compiler (JAX 0.11.2 and 0.12.0) reads beyond a constant that it broadcasts into a product of a single
-        # chunk, and fills a column of the output with what lies there: it must not see that the state is zeros.
+        # XLA's CPU compiler (JAX 0.11.2 and 0.12.0) reads beyond a constant that it broadcasts into a product of a
+        # single chunk, and fills a column of the output with what lies there: it must not see that these are zeros.
         state = lax.optimization_barrier(nothing)
     else:
         check_state(initial_state, nothing, state_name)

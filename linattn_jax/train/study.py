@@ -260,8 +260,8 @@ class _Sitting:
         """Whether a row's label means now what it meant then."""
         if row["mixer"] not in self.config.mixers:
             return True
-        layer, options = variant(self.config, row["mixer"])
-        return (row["layer"], row["options"]) == (layer, json.loads(json.dumps(options)))
+        meant = json.loads(json.dumps(variant(self.config, row["mixer"])))
+        return [row["layer"], row["options"], row.get("model", {})] == meant
 
     def missing(self, group: Group) -> list[Trial]:
         """The group's trials that are not in the records, at the chosen rate where the group leaves it open."""
@@ -383,13 +383,14 @@ class _Sitting:
 
     def row(self, group: Group, made: Recipe | None = None) -> Row:
         """What the rows of a group share."""
-        layer, options, _ = variant(self.config, group.mixer)
+        layer, options, model = variant(self.config, group.mixer)
         kept = {name: self.facts[name] for name in ("commit", "dirty", "devices", "versions", "started")}
         return {
             "study": self.config.study,
             "mixer": group.mixer,
             "layer": layer,
             "options": options,
+            "model": model,
             "stage": group.stage,
             "parameters": None if made is None else parameter_count(made),
             "protocol": self.protocol,

@@ -1,21 +1,22 @@
 """Reports of recorded trials: reading, means, verdicts, the page, the figure and the program."""
 
 import json
+import os
+import runpy
 import struct
+import subprocess
+import sys
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 from matplotlib.figure import Figure
 
-from experiments import report as program
 from linattn_jax.eval import report_figure
 from linattn_jax.eval.report import Records, newest_protocol, read_trials, reported, summary, table, verdict
 from linattn_jax.eval.report_figure import family, figure, style
-from linattn_jax.eval.report_page import overview, page
+from linattn_jax.eval.report_page import overview, page, write_reports
 from linattn_jax.layers import LAYERS
 from linattn_jax.types import UserError
 
@@ -520,11 +521,14 @@ def start(tmp_path, monkeypatch):
     Path("configs").mkdir()
     Path("configs/pairs.py").write_text(CONFIG)
 
-    def start(**values):
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS(["report"])
-        with flagsaver.flagsaver(**values):
-            program.main(["report"])
+    def config_of(study):
+        if not Path(f"configs/{study}.py").is_file():
+            raise UserError(f"the study {study} has records but no configs/{study}.py")
+        return runpy.run_path(f"configs/{study}.py")["get_config"]()
+
+    def start(records="docs/results", output=None, studies=None):
+        for sentence in write_reports(Path(records), Path(output or records), studies, config_of):
+            print(sentence)
 
     return start
 
@@ -540,7 +544,12 @@ def test_the_program(start, capsys):
     assert "| `linear` | 30.0 ± 10.0 (3) | – [20] |" in Path("out/pairs/README.md").read_text()
     assert "| VLA recalls. | holds |" in Path("out/studies.md").read_text()
     assert "holds: VLA recalls." in capsys.readouterr().out
-    start()
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "experiments.report"]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "holds: VLA recalls." in done.stdout
     assert Path("docs/results/pairs/README.md").read_text() == Path("out/pairs/README.md").read_text()
 
 

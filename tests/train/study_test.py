@@ -123,8 +123,8 @@ def test_a_plan_that_cannot_be(changes, sentence):
 
 def test_a_variant_is_a_layer_with_options():
     made = config(variants={"narrow": {"layer": "linear", "options": {"chunk_size": 4}}})
-    assert study.variant(made, "narrow") == ("linear", {"chunk_size": 4})
-    assert study.variant(made, "kla") == ("kla", {})
+    assert study.variant(made, "narrow") == ("linear", {"chunk_size": 4}, {})
+    assert study.variant(made, "kla") == ("kla", {}, {})
 
 
 def test_the_protocol_is_what_a_trial_means():
