@@ -36,7 +36,7 @@ def bucket(pairs: Sequence[int]) -> dict[str, Any]:
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
     full = size_of(arg) == "full"
-    pairs, more, steps = (PAIRS, MORE, 3000) if full else ((8,), (), 600)
+    pairs, more, steps = (PAIRS, MORE, 3000) if full else ((8,), (), 900)
     counts = (*pairs, *more)
     columns = [f"n={n}" for n in counts]
     published = {
@@ -51,7 +51,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         optimizer=optimizer(steps, constant=False, weight_decay=0.01),
         trials={
             "steps": steps,
-            "batch": 64 if full else 32,
+            "batch": 64,
             "eval_every": 150 if full else 100,
             "solved": 0.9995,
             "test_examples": 640,

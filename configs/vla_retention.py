@@ -25,7 +25,7 @@ PUBLISHED = {
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
     full = size_of(arg) == "full"
-    groups, steps = (((49, 64, 128), (256, 512)), 2000) if full else (((49, 64),), 1200)
+    groups, steps = (((49, 64, 128), (256, 512)), 2000) if full else (((49, 64),), 900)
     lengths = [length for group in groups for length in group]
     columns = [f"T={length}" for length in LENGTHS]
     published = {mixer: dict(zip(columns, row, strict=True)) for mixer, row in PUBLISHED.items()}
@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         optimizer=optimizer(steps, constant=False, weight_decay=0.01),
         trials={
             "steps": steps,
-            "batch": 64 if full else 32,
+            "batch": 64,
             "eval_every": 100,
             "solved": 0.9995,
             "test_examples": 640 if full else 128,
