@@ -224,8 +224,7 @@ def _advance(
     x: q, k, v and what `_prepare` wrote, which is there once `wait` returns.
     """
     dtype = x["k"].dtype
-    memory = state.astype(dtype)
-    expected, output = product((memory, x["k"].T), (memory, x["q"].T))
+    (expected,) = product((state.astype(dtype), x["k"].T))
     values = plgpu.load(x["v"].T, layout=_TILE).astype(jnp.float32)
     wait()
 
@@ -242,11 +241,14 @@ def _advance(
     (errors,) = product(((residual * _by_row(1 / size, _C)).astype(jnp.float16), x["solve"].T))
     errors = errors * _by_row(size, _C)
     writes = (errors * weight("write")).astype(dtype)
+    # The narrow copy of the state is made again: kept, it would take 32 registers through all of the above.
+    state = lax.optimization_barrier(state)
+    memory = state.astype(dtype)
     if variant.gated:
         state = state * x["start"][_C - 1]
-    output, state = product(
-        (errors.astype(dtype), x["scores"].T), (writes, x["k"]), add=(output * weight("read"), state)
-    )
+    nothing = plgpu.layout_cast(jnp.zeros((VALUE_TILE, _C), jnp.float32), _TILE)
+    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(nothing, state))
+    (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight("read"),))
     return output, state
 
 

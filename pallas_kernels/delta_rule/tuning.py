@@ -38,6 +38,14 @@ class Config:
                 raise ValueError(f"registers {registers} given, wanted a sum that {self.tiles + 1} warpgroups have.")
 
 
+# By value tiles of a program. Two: the largest shares with which the compiler serialises no wgmma of the state
+# warpgroups (it does below 184) and hardly spills in the one that prepares.
+_FORWARD = {
+    1: Config(tiles=1),
+    2: Config(tiles=2, state_registers=184, prepare_registers=136),
+}
+
+
 def forward_config(value_size: int) -> Config:
     """The settings for V = `value_size`: as many state warpgroups in a program as it has value tiles."""
-    return Config(tiles=value_size // VALUE_TILE)
+    return _FORWARD[value_size // VALUE_TILE]
