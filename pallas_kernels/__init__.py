@@ -14,7 +14,7 @@ _interpreted: ContextVar[bool] = ContextVar("interpreted", default=False)
 
 @contextmanager
 def interpret() -> Iterator[None]:
-    """Kernels traced inside run interpreted on the CPU: slow, and for checking values only."""
+    """Kernels traced inside run interpreted on the CPU, for checking values and, where JAX raises on them, races."""
     token = _interpreted.set(True)
     try:
         yield

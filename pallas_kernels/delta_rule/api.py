@@ -113,7 +113,7 @@ def delta_rule_forward(
         initial=initial_state is not None,
         save_states=save_states,
     )
-    interpreted = plgpu.InterpretGPUParams() if interpreting() else None
+    interpreted = plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
     output, final, states = mosaic_gpu.forward(
         q, k, v, beta, log_decay, initial_state, scale=scale, variant=variant, config=config, interpret=interpreted
     )

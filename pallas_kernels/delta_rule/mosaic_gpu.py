@@ -457,6 +457,8 @@ def forward(
                 x = {name: loaded[name].at[stage] for name in ("q", "k")}
                 x |= {"v": loaded["v"].at[stage, group]} | {name: ref.at[slot] for name, ref in prepared.items()}
                 output, state = _advance(product, variant, state, x, lambda: plgpu.barrier_wait(ready.at[slot]))
+                # Values were read by ordinary loads; the fence orders these before the copy that overwrites them.
+                plgpu.commit_smem()
                 plgpu.barrier_arrive(consumed.at[stage])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 staged.at[group].T[...] = output.astype(dtype)

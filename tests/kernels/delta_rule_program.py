@@ -23,8 +23,8 @@ INSIDE = {"normalize_q": True, "normalize_k": True}
 # The mixer, its arguments (beside those of `draw`), the kernel's options.
 CASES = {
     "plain": ("delta_rule", {"T": 192, "double": True}, {}),
-    "gated": ("gated_delta_rule", {"T": 192, "B": 2, "H": 2, "V": 128}, {"config": TWO}),
-    "wide": ("gated_delta_rule", {"T": 192, "K": 128, "V": 128, "H": 2, "Hk": 1}, {"config": TWO}),
+    "gated": ("gated_delta_rule", {"T": 256, "B": 2, "V": 128}, {"config": TWO}),
+    "wide": ("gated_delta_rule", {"T": 320, "K": 128, "V": 128, "H": 2, "Hk": 1}, {"config": TWO}),
     "wide in two programs": ("gated_delta_rule", {"T": 128, "K": 128, "V": 128}, {"config": ONE}),
     "wide keys": ("delta_rule", {"T": 128, "K": 128, "double": True}, {}),
     "strong": ("gated_delta_rule", {"T": 192, "decay": -6.0}, {}),
