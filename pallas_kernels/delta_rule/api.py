@@ -75,7 +75,7 @@ def delta_rule_forward(
     """S <- S~ + beta k (v - S~^T k)^T with S~ = e^{log_decay} S, o = scale S^T q: output [B, T, H, V] and final state.
 
     Args:
-        q, k: [B, T, Hk, K], bfloat16 or float16; K 64 or 128.
+        q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K 64 or 128.
         v: [B, T, H, V], dtype of q; V 64 or 128, H a multiple of Hk. Value head h reads key head h // (H // Hk).
         beta: [B, T, H], strength of the write, in [0, 2 / ||k||^2].
         log_decay: [B, T, H], natural log, <= 0, -inf legal; None for no decay. What is below -90 counts as -90.

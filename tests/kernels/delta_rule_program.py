@@ -27,6 +27,7 @@ CASES = {
     "wide": ("gated_delta_rule", {"T": 320, "K": 128, "V": 128, "H": 2, "Hk": 1}, {"config": TWO}),
     "wide in two programs": ("gated_delta_rule", {"T": 128, "K": 128, "V": 128}, {"config": ONE}),
     "wide keys": ("delta_rule", {"T": 128, "K": 128, "double": True}, {}),
+    "float16": ("gated_delta_rule", {"T": 128, "dtype": "float16"}, {}),
     "strong": ("gated_delta_rule", {"T": 192, "decay": -6.0}, {}),
     "stronger": ("gated_delta_rule", {"T": 128, "decay": -100.0}, {}),
     "no decay": ("gated_delta_rule", {"T": 128, "decay": "zero", "double": True}, {}),
@@ -46,10 +47,10 @@ CASES = {
 
 
 def draw(name, *, double=False, state=False, **options):
-    """Arguments of mixer `name` in bfloat16 and an initial state or None; with `double`, strengths up to 2."""
-    sizes = {"B": 1, "T": 64, "Hk": 1, "H": 1, "K": 64, "V": 64} | options
+    """Arguments of mixer `name` and an initial state or None; with `double`, strengths up to 2."""
+    sizes = {"B": 1, "T": 64, "Hk": 1, "H": 1, "K": 64, "V": 64, "dtype": "bfloat16"} | options
     sizes["Hk"] = options.get("Hk", sizes["H"])
-    inputs = make_inputs(name, dtype="bfloat16", **sizes)
+    inputs = make_inputs(name, **sizes)
     strength = "eta" if "eta" in inputs else "beta"
     if double:
         inputs[strength] = 2 * inputs[strength]
@@ -77,8 +78,9 @@ def check(case):
         output, final, *states = call(*arguments)
     options = {key: value for key, value in options.items() if key not in ("config", "save_states")}
     wanted, last = reference(name, inputs, initial_state=state, **options)
-    assert_close(output, wanted, limit("output", "bfloat16"), f"{case}: output")
-    assert_close(final, last["S"], limit("state", "bfloat16"), f"{case}: final state")
+    dtype = str(output.dtype)
+    assert_close(output, wanted, limit("output", dtype), f"{case}: output")
+    assert_close(final, last["S"], limit("state", dtype), f"{case}: final state")
     assert output.dtype == inputs["v"].dtype
     assert final.dtype == jnp.float32
     if not states:
@@ -89,7 +91,7 @@ def check(case):
     for n in range(1, states.shape[2]):
         until = {key: a[:, : n * CHUNK] for key, a in inputs.items()}
         _, at = reference(name, until, initial_state=state, **options)
-        assert_close(states[:, :, n], at["S"], limit("state", "bfloat16"), f"{case}: state {n}")
+        assert_close(states[:, :, n], at["S"], limit("state", dtype), f"{case}: state {n}")
 
 
 if __name__ == "__main__":

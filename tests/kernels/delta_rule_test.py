@@ -40,7 +40,7 @@ def test_values_of_all_cases():
 @pytest.mark.parametrize(
     ("name", "drawn", "options"),
     [
-        ("delta_rule", {"T": 128}, {}),
+        ("delta_rule", {"T": 128, "dtype": "float16"}, {}),
         ("gated_delta_rule", {"T": 128, "K": 128, "V": 128, "H": 4, "Hk": 2, "state": True}, {"config": TWO}),
         ("kaczmarz", {"T": 100, "K": 128}, {"normalize_q": True, "normalize_k": True, "save_states": True}),
     ],
