@@ -1,0 +1,51 @@
+"""Frozen, validated launch settings of the delta rule's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK = 64  # rows per chunk, and rows of a wgmma
+VALUE_TILE = 64  # value columns of one state warpgroup
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one program of the forward kernel is laid out.
+
+    tiles: state warpgroups per program, 64 value columns each; the rest of V goes to further programs.
+    stages: buffers of q, k and v; chunks n, n - 1 (whose state may still be read) and n + 1 (arriving) need three.
+    state_registers, prepare_registers: per thread, multiples of 8; None leaves both at what the launch gives.
+    """
+
+    tiles: int
+    stages: int = 3
+    state_registers: int | None = None
+    prepare_registers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tiles not in (1, 2):
+            raise ValueError(f"tiles: {self.tiles} given, wanted 1 or 2.")
+        if self.stages != 3:
+            raise ValueError(f"stages: {self.stages} given, wanted 3.")
+        registers = (self.state_registers, self.prepare_registers)
+        if (registers[0] is None) != (registers[1] is None):
+            raise ValueError(f"state_registers, prepare_registers: {registers} given, wanted both or neither.")
+        if registers[0] is not None and registers[1] is not None:
+            if any(r % 8 or not 24 <= r <= 240 for r in (registers[0], registers[1])):
+                raise ValueError(f"registers {registers} given, wanted multiples of 8 from 24 to 240.")
+            launch = 65536 // (128 * (self.tiles + 1)) // 8 * 8
+            if self.tiles * registers[0] + registers[1] > (self.tiles + 1) * min(launch, 240):
+                raise ValueError(f"registers {registers} given, wanted a sum that {self.tiles + 1} warpgroups have.")
+
+
+# By value tiles of a program. Two: the largest shares with which the compiler serialises no wgmma of the state
+# warpgroups (it does below 184) and hardly spills in the one that prepares.
+_FORWARD = {
+    1: Config(tiles=1),
+    2: Config(tiles=2, state_registers=184, prepare_registers=136),
+}
+
+
+def forward_config(value_size: int) -> Config:
+    """The settings for V = `value_size`: as many state warpgroups in a program as it has value tiles."""
+    return _FORWARD[value_size // VALUE_TILE]

@@ -1,0 +1,87 @@
+"""The delta rule's kernels: values, interpreted, against the token loop in float64; lowering for CUDA without a GPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from delta_rule_program import CASES, TWO, draw, forward
+
+from pallas_kernels.delta_rule.api import delta_rule_forward, supports
+from pallas_kernels.delta_rule.tuning import Config, forward_config
+
+QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
+
+
+def run_cases(cases):
+    """Checks cases in a process with threads enough for every warpgroup."""
+    program = Path(__file__).with_name("delta_rule_program.py")
+    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
+    environment = {**os.environ, "NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    command = [sys.executable, str(program), *cases]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+    assert done.stdout.splitlines() == [f"ok {case}" for case in cases]
+
+
+def test_values():
+    run_cases(QUICK)
+
+
+@pytest.mark.slow
+def test_values_of_all_cases():
+    run_cases([case for case in CASES if case not in QUICK])
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn", "options"),
+    [
+        ("delta_rule", {"T": 128, "dtype": "float16"}, {}),
+        ("gated_delta_rule", {"T": 128, "K": 128, "V": 128, "H": 4, "Hk": 2, "state": True}, {"config": TWO}),
+        ("kaczmarz", {"T": 100, "K": 128}, {"normalize_q": True, "normalize_k": True, "save_states": True}),
+    ],
+)
+def test_lowers_for_cuda(name, drawn, options):
+    call, arguments = forward(name, *draw(name, **drawn), **options)
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    exported = jax.export.export(call, platforms=["cuda"], disabled_checks=unchecked)(*arguments)
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+def test_no_tokens():
+    inputs, state = draw("gated_delta_rule", T=0, state=True)
+    call, arguments = forward("gated_delta_rule", inputs, state)
+    output, final = call(*arguments)
+    assert output.shape == (1, 0, 1, 64)
+    assert jnp.array_equal(final, state.S)
+
+
+def test_refusals_say_why():
+    inputs, _ = draw("delta_rule")
+    q, k, v, beta = (jnp.asarray(inputs[key]) for key in ("q", "k", "v", "beta"))
+    assert supports(q, k, v) is None
+    assert "float32" in supports(q.astype(jnp.float32), k, v)
+    assert "48" in supports(q[..., :48], k[..., :48], v)
+    assert "Hopper" in supports(q, k, v, device=jax.devices("cpu")[0])
+    with pytest.raises(NotImplementedError, match="48"):
+        delta_rule_forward(q[..., :48], k[..., :48], v, beta, scale=1.0)
+    with pytest.raises(ValueError, match=r"k: shape .* wanted .*K"):
+        delta_rule_forward(q, k[..., :32], v, beta, scale=1.0)
+    with pytest.raises(TypeError, match="v: dtype float32 given"):
+        delta_rule_forward(q, k, v.astype(jnp.float32), beta, scale=1.0)
+    with pytest.raises(ValueError, match="multiple"):
+        delta_rule_forward(*(jnp.repeat(a, 2, axis=2) for a in (q, k)), v, beta, scale=1.0)
+    with pytest.raises(ValueError, match="tiles"):
+        delta_rule_forward(q, k, v, beta, scale=1.0, config=TWO)
+
+
+def test_settings_are_checked():
+    assert forward_config(128).tiles == 2
+    with pytest.raises(ValueError, match="tiles"):
+        Config(tiles=3)
+    with pytest.raises(ValueError, match="registers"):
+        Config(tiles=2, state_registers=232, prepare_registers=232)
