@@ -15,8 +15,8 @@ STUDIES = sorted(
     for path in (Path(__file__).parents[2] / "experiments").glob("*.py")
     if "_study import define" in path.read_text()
 )
-# What the others show too, in minutes on two cores.
-QUICK = ("kla_mqar",)
+# Those that run on every push; each takes minutes on two cores.
+QUICK = ()
 
 
 def config_of(study, arg=None):
