@@ -19,8 +19,6 @@ MIXERS = (
 )  # fmt: skip
 assert sorted(MIXERS) == sorted(LAYERS), "a study compares every layer there is"
 
-# The VLA paper's TinyLM and its recipe: warm-up over a tenth, then cosine to 0.
-TINY = {"kind": "tiny"}
 # The KLA paper's synthetic models: two layers of width 256, four heads of K = 48 and V = 96.
 KLA_MODEL = {
     "kind": "decoder", "layers": 2, "width": 256, "heads": 4, "head_size": 48, "value_size": 96, "mlp_width": 1024,
@@ -48,6 +46,7 @@ def optimizer(steps: int, *, constant: bool, weight_decay: float) -> dict[str, A
 def study(
     name: str,
     *,
+    full: bool,
     title: str,
     paper: str,
     task: str,
@@ -58,29 +57,27 @@ def study(
     evaluations: Mapping[str, Mapping[str, int]],
     columns: Mapping[str, float],
     x_label: str,
+    mixers: Sequence[str],
+    claims: Sequence[Mapping[str, Any]],
     sizes: Mapping[str, Any] = {},
-    mixers: Sequence[str] = MIXERS,
     variants: Mapping[str, Mapping[str, Any]] = {},
-    learning_rates: Sequence[float] = (3e-4, 1e-3, 3e-3),
-    seeds: Sequence[int] = (0, 1, 2, 3),
-    select: Sequence[Mapping[str, int]] = (),
     chance: float | Sequence[float] = (),
-    published: Mapping[str, Mapping[str, float]] = {},
-    claims: Sequence[Mapping[str, Any]] = (),
+    published: Mapping[str, Sequence[float]] = {},
     notes: Sequence[str] = (),
 ) -> ml_collections.ConfigDict:
-    """The config of a study.
+    """The config of a study: four seeds and three rates if `full`, else one of each and nothing published.
 
     task, sizes: of `data.recall.make_task`. model: kind "tiny" or "decoder", and fields of its config but for mixer
     and vocabulary. trials: fields of `train.trials.Recipe`. buckets: {"settings": sizes that vary between trials of
     one program, "sizes": the task's in this program}. evaluations: the test's columns, "n={pairs}" or "8x", and what
-    in the task differs there. columns: the table's, with their places on the figure's axis.
+    in the task differs there. columns: the table's, with their places on the figure's axis. published: the paper's
+    accuracies in the order of the columns, which may end early.
     """
     config = ml_collections.ConfigDict()
     config.study, config.title, config.paper = name, title, paper
     config.mixers, config.variants = tuple(mixers), variants
-    config.seeds, config.learning_rates = tuple(seeds), tuple(learning_rates)
-    config.buckets, config.select = tuple(map(dict, buckets)), tuple(map(dict, select))
+    config.seeds, config.learning_rates = ((0, 1, 2, 3), (3e-4, 1e-3, 3e-3)) if full else ((0,), (3e-3,))
+    config.buckets, config.select = tuple(map(dict, buckets)), ()
     config.max_trials, config.checkpoint_minutes = 32, 5.0
     config.protocol = {
         "task": {"name": task, "sizes": sizes},
@@ -91,42 +88,56 @@ def study(
     }
     config.columns, config.x, config.x_label = tuple(columns), tuple(columns.values()), x_label
     config.chance = chance if isinstance(chance, float) else tuple(chance)
-    config.published, config.claims, config.notes = published, tuple(map(dict, claims)), tuple(notes)
+    rows = {mixer: dict(zip(columns, row, strict=False)) for mixer, row in published.items()}
+    config.published, config.claims, config.notes = rows if full else {}, tuple(map(dict, claims)), tuple(notes)
     return config
+
+
+def vla_study(name: str, *, full: bool, steps: int, eval_every: int, **rest: Any) -> ml_collections.ConfigDict:
+    """A study of the VLA paper's MQAR in its recipe: TinyLM, warm-up over a tenth, cosine to 0, decay 0.01.
+
+    Without `full`, a model of width 64 with two heads of 32. rest: arguments of `study`.
+    """
+    small = {} if full else {"width": 64, "heads": 2, "mlp_width": 128, "positions": 64}
+    counts = {"test_examples": 640} if full else {"test_examples": 128, "validation_examples": 128}
+    return study(
+        name,
+        full=full,
+        paper="Pandey and Singh 2026, arXiv 2605.11196",
+        task="vla_mqar",
+        model={"kind": "tiny"} | small,
+        optimizer=optimizer(steps, constant=False, weight_decay=0.01),
+        trials={"steps": steps, "batch": 64, "eval_every": eval_every, "solved": 0.9995} | counts,
+        **rest,
+    )
 
 
 def kla_study(
     name: str,
     *,
     full: bool,
-    task: str,
-    sizes: Mapping[str, int],
+    heads: int,
+    steps: int,
+    eval_every: int,
+    patience: int,
+    train_examples: int,
     paper: str = "Zou, Ren and Liu 2026, arXiv 2605.08587",
-    x_label: str = "length, in training lengths",
-    heads: int = 4,
-    steps: int = 10_000,
-    eval_every: int = 200,
-    patience: int = 10,
-    train_examples: int = 20_000,
-    published: Mapping[str, Mapping[str, float]] = {},
     **rest: Any,
 ) -> ml_collections.ConfigDict:
     """A study in the KLA paper's recipe: constant rate, decay 0.1, batches of 32, early stop, 2000 examples to test.
 
-    Without `full`, a model of width 64 for 600 steps, one seed and rate. rest: arguments of `study`.
+    Without `full`, a model of width 64 for 600 steps. rest: arguments of `study`.
     """
     size = {"heads": heads, "head_size": 192 // heads, "value_size": 384 // heads}
-    small_model = {"width": 64, "heads": 2, "head_size": 16, "value_size": 32, "mlp_width": 128}
+    small = {"width": 64, "heads": 2, "head_size": 16, "value_size": 32, "mlp_width": 128}
     if not full:
         steps, eval_every, patience, train_examples = 600, 100, 0, 0
     count = 2000 if full else 128
     return study(
         name,
+        full=full,
         paper=paper,
-        task=task,
-        sizes=sizes,
-        x_label=x_label,
-        model=KLA_MODEL | (size if full else small_model),
+        model=KLA_MODEL | (size if full else small),
         optimizer=optimizer(steps, constant=True, weight_decay=0.1),
         trials={
             "steps": steps,
@@ -138,15 +149,55 @@ def kla_study(
             "test_examples": count,
         },
         buckets=({"settings": ({},)},),
-        learning_rates=(3e-4, 1e-3, 3e-3) if full else (3e-3,),
-        seeds=(0, 1, 2, 3) if full else (0,),
-        published=published if full else {},
         **rest,
     )
 
 
-def size_of(arg: str | None) -> str:
-    """ "full" or "small", as the argument `size=` says.
+def kla_recall(name: str, *, full: bool, length: int, pairs: int, small_pairs: int, **rest: Any) -> Any:
+    """A `kla_study` of its multi-query recall, tested at one to eight times the training length; 10,000 steps."""
+    length, pairs, vocab_size = (length, pairs, 8192) if full else (32, small_pairs, 64)
+    times = {"1x": 1, "2x": 2, "4x": 4, "8x": 8}
+    return kla_study(
+        name,
+        full=full,
+        heads=4,
+        steps=10_000,
+        eval_every=200,
+        patience=10,
+        train_examples=20_000,
+        task="kla_mqar",
+        sizes={"length": length, "pairs": pairs, "vocab_size": vocab_size},
+        evaluations={column: {"length": n * length} for column, n in times.items()},
+        columns=times,
+        x_label="length, in training lengths",
+        **rest,
+    )
+
+
+def kla_tracking(
+    name: str, *, full: bool, task: str, sizes: Mapping[str, int], size: str, lengths: Sequence[int], **rest: Any
+) -> Any:
+    """A `kla_study` of a task that takes 20,000 steps of fresh examples, tested at several values of its `size`."""
+    columns = {f"{'T' if size == 'length' else size}={length}": length for length in lengths}
+    return kla_study(
+        name,
+        full=full,
+        heads=2,
+        steps=20_000,
+        eval_every=500,
+        patience=20,
+        train_examples=0,
+        task=task,
+        sizes=sizes,
+        evaluations={column: {size: length} for column, length in columns.items()},
+        columns=columns,
+        mixers=LONG_MIXERS if full else ("kla",),
+        **rest,
+    )
+
+
+def is_full(arg: str | None) -> bool:
+    """Whether the argument says `size=full`, as it does unless it says `size=small`.
 
     Raises:
         UserError: another key or size.
@@ -154,4 +205,4 @@ def size_of(arg: str | None) -> str:
     size = parse_arg(arg, {"size": "full"})["size"]
     if size not in ("full", "small"):
         raise UserError(f"size {size!r} is not known; known are full, small.")
-    return size
+    return size == "full"

@@ -5,14 +5,14 @@
 The paper measures language models only; this is recall (the KLA paper's generator) at 96 pairs in 512 tokens, three
 times the keys that its own study asks for. `ccq_gdn_backbone` weighs keys in Sigma as the memory does, `ccq_gdn_open`
 starts the gate at 1/2 instead of 0.12, `ccq_gdn_gain` multiplies it by 8. Cost of a mixer, full: at most 1 G tokens.
-Measured: docs/results/ccq_gain.
+Not measured yet.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
-from configs._studies import kla_study, size_of
+from configs._studies import is_full, kla_recall
 
 BACKBONES = ("gla", "gdn", "kla", "deltanet", "mamba2")
 VARIANTS = {
@@ -20,23 +20,20 @@ VARIANTS = {
     "ccq_gdn_open": {"layer": "ccq_gdn", "options": {"gate_bias": 0.0}},
     "ccq_gdn_gain": {"layer": "ccq_gdn", "options": {"gain": 8.0}},
 }
-LENGTHS = {"1x": 1, "2x": 2, "4x": 4, "8x": 8}
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
-    sizes = {"length": 512, "pairs": 96, "vocab_size": 8192} if full else {"length": 32, "pairs": 4, "vocab_size": 64}
+    full = is_full(arg)
     pairs = tuple(name for backbone in BACKBONES for name in (backbone, f"ccq_{backbone}"))
-    return kla_study(
+    return kla_recall(
         "ccq_gain",
         full=full,
         title="Each backbone with and without a curvature-conditioned query",
         paper="Le et al. 2026, arXiv 2606.01294",
-        task="kla_mqar",
-        sizes=sizes,
-        evaluations={name: {"length": times * sizes["length"]} for name, times in LENGTHS.items()},
-        columns=LENGTHS,
+        length=512,
+        pairs=96,
+        small_pairs=4,
         mixers=(*pairs, *VARIANTS) if full else ("gdn", "ccq_gdn"),
         variants=VARIANTS,
         claims=tuple(

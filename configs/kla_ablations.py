@@ -4,7 +4,7 @@
 
 Task, model and recipe of configs/kla_mqar.py; the variants are options of the layer `kla` (layers/kla.py), the last
 four widen its values from 1.5 to 2, 4, 8 and 16 times the model's width. The paper has one seed. Cost of a variant,
-full: at most 0.5 G tokens, of the widest several times the time. Measured: docs/results/kla_ablations.
+full: at most 0.5 G tokens, of the widest several times the time. Not measured yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ml_collections
 
 from configs import kla_mqar
-from configs._studies import size_of
+from configs._studies import is_full
 
 # Label: options of the layer, the paper's accuracies at the training length and at eight times it.
 STEPS = {
@@ -38,7 +38,7 @@ OTHERS = {"gdn": (0.9872, 0.6681), "gla_kla": (0.0003, 0.0003)}
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
+    full = is_full(arg)
     config = kla_mqar.get_config(arg)
     config.study, config.title = "kla_ablations", "What KLA's parts do for recall"
     variants = {name: {"layer": "kla", "options": options} for name, (options, *_) in STEPS.items() if name != "kla"}

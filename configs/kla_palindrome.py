@@ -3,14 +3,14 @@
     python -m experiments.kla_palindrome --run_dir=runs/kla_palindrome
 
 source SEP reversed source, every token of the second half asked. Model and recipe as in configs/kla_stack.py. Cost of
-a mixer, full: at most 8 G tokens. Measured: docs/results/kla_palindrome.
+a mixer, full: at most 8 G tokens. Not measured yet.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
-from configs._studies import LONG_MIXERS, kla_study, size_of
+from configs._studies import is_full, kla_tracking
 
 LENGTHS = (256, 512, 1024, 2048)
 PUBLISHED = {
@@ -22,29 +22,17 @@ PUBLISHED = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
-    lengths = LENGTHS if full else (8, 16)
-    sizes = {"source": 1024} if full else {"source": 16, "vocab_size": 8}
-    columns = {f"source={length}": length for length in lengths}
-    published = {
-        mixer: dict(zip(map("source={}".format, LENGTHS), row, strict=True)) for mixer, row in PUBLISHED.items()
-    }
-    return kla_study(
+    full = is_full(arg)
+    return kla_tracking(
         "kla_palindrome",
         full=full,
         title="A text said backwards",
         task="palindrome",
-        sizes=sizes,
-        evaluations={column: {"source": length} for column, length in columns.items()},
-        columns=columns,
+        size="source",
+        sizes={"source": 1024} if full else {"source": 16, "vocab_size": 8},
+        lengths=LENGTHS if full else (8, 16),
         x_label="tokens of the source",
-        heads=2,
-        steps=20_000,
-        eval_every=500,
-        patience=20,
-        train_examples=0,
-        mixers=LONG_MIXERS if full else ("kla",),
-        published=published,
+        published=PUBLISHED,
         claims=(
             {
                 "text": "KLA says the training length backwards.",

@@ -4,14 +4,14 @@
 
 Operations of three tokens, PUSH stack value or POP stack value; the value that a POP gives is asked at its stack's
 name. Two layers of width 256, two heads with K = 96 and V = 192; batches of 32, at most 20,000 steps, stopped after 20
-looks 500 steps apart without gain. Cost of a mixer, full: at most 4 G tokens. Measured: docs/results/kla_stack.
+looks 500 steps apart without gain. Cost of a mixer, full: at most 4 G tokens. Not measured yet.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
-from configs._studies import LONG_MIXERS, kla_study, size_of
+from configs._studies import is_full, kla_tracking
 
 LENGTHS = (256, 512, 1024, 2048)
 PUBLISHED = {
@@ -23,26 +23,17 @@ PUBLISHED = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
-    lengths = LENGTHS if full else (24, 48)
-    sizes = {"length": 1024} if full else {"length": 48, "stacks": 2, "values": 4, "vocab_size": 16}
-    columns = {f"T={length}": length for length in lengths}
-    return kla_study(
+    full = is_full(arg)
+    return kla_tracking(
         "kla_stack",
         full=full,
         title="Sixty-four stacks at once",
         task="stack",
-        sizes=sizes,
-        evaluations={column: {"length": length} for column, length in columns.items()},
-        columns=columns,
+        size="length",
+        sizes={"length": 1024} if full else {"length": 48, "stacks": 2, "values": 4, "vocab_size": 16},
+        lengths=LENGTHS if full else (24, 48),
         x_label="tokens T",
-        heads=2,
-        steps=20_000,
-        eval_every=500,
-        patience=20,
-        train_examples=0,
-        mixers=LONG_MIXERS if full else ("kla",),
-        published={mixer: dict(zip(map("T={}".format, LENGTHS), row, strict=True)) for mixer, row in PUBLISHED.items()},
+        published=PUBLISHED,
         claims=(
             {"text": "KLA tracks the stacks at the training length.", "checks": ("kla@T=1024 ~ 0.9925 +- 0.01",)},
             {

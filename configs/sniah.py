@@ -4,16 +4,15 @@
 
 The paper's 100 % is of this proxy: its multi-query recall with a single pair. RULER's task, with a tokenizer and text
 of one's own, is `experiments.needles`. Recipe as in configs/kla_mqar.py. Cost of a mixer, full: at most 2 G tokens.
-Measured: docs/results/sniah.
+Not measured yet.
 """
 
 from __future__ import annotations
 
 import ml_collections
 
-from configs._studies import MIXERS, kla_study, size_of
+from configs._studies import MIXERS, is_full, kla_recall
 
-LENGTHS = {"1x": 1, "2x": 2, "4x": 4, "8x": 8}
 PUBLISHED = {
     "kla": (1.0, 1.0, 1.0, 1.0),
     "gdn": (0.9885, 0.9825, 0.9805, 0.9850),
@@ -23,26 +22,24 @@ PUBLISHED = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
-    sizes = {"length": 1024, "pairs": 1, "vocab_size": 8192} if full else {"length": 32, "pairs": 1, "vocab_size": 64}
-    return kla_study(
+    full = is_full(arg)
+    return kla_recall(
         "sniah",
         full=full,
         title="A single needle beyond the training length",
-        task="kla_mqar",
-        sizes=sizes,
-        evaluations={name: {"length": times * sizes["length"]} for name, times in LENGTHS.items()},
-        columns=LENGTHS,
+        length=1024,
+        pairs=1,
+        small_pairs=1,
         mixers=MIXERS if full else ("kla",),
-        published={mixer: dict(zip(LENGTHS, row, strict=True)) for mixer, row in PUBLISHED.items()},
+        published=PUBLISHED,
         claims=(
             {
                 "text": "KLA finds the needle at every length.",
-                "checks": tuple(f"kla@{length} >= 0.99" for length in LENGTHS),
+                "checks": tuple(f"kla@{length} >= 0.99" for length in ("1x", "2x", "4x", "8x")),
             },
             {
                 "text": "Gated DeltaNet finds it less often than KLA.",
-                "checks": tuple(f"kla@{length} > gdn@{length}" for length in LENGTHS),
+                "checks": tuple(f"kla@{length} > gdn@{length}" for length in ("1x", "2x", "4x", "8x")),
             },
             {"text": "Mamba-2 does not learn it.", "checks": ("mamba2@1x < 0.05",)},
         )

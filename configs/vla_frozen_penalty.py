@@ -5,7 +5,7 @@
 The capacity study (configs/vla_capacity.py) from n = 16 past a head's 32 channels, for VLA with no penalty directions
 (`vla_frozen`: A stays a multiple of I, the write direction is the key, so that VLA is DeltaNet with beta = 1 on
 ELU + 1 keys and a ratio read-out), with starting penalties of 1 and 10 (the paper's earlier code) in place of 0.1, and
-DeltaNet as published. Cost of a variant, full: about 1.2 G tokens. Measured: docs/results/vla_frozen_penalty.
+DeltaNet as published. Cost of a variant, full: at most 0.5 G tokens. Not measured yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import ml_collections
 
 from configs import vla_capacity
-from configs._studies import size_of
+from configs._studies import is_full
 
 VARIANTS = {
     "vla_frozen": {"layer": "vla", "options": {"directions": "none"}},
@@ -24,12 +24,12 @@ VARIANTS = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The study; size=full or size=small, a reduced one of minutes on two cores."""
-    full = size_of(arg) == "full"
+    full = is_full(arg)
     config = vla_capacity.get_config(arg)
     config.study = "vla_frozen_penalty"
     config.title = "VLA with and without its penalty matrix"
     config.variants = VARIANTS
-    config.published, config.select = {}, ()
+    config.published = {}
     if full:
         config.mixers = ("vla", *VARIANTS, "deltanet")
         groups = ((16, 24), (32, 48, 64))

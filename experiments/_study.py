@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from absl import flags
 
 from experiments._main import define_config
@@ -35,6 +37,8 @@ def main(_) -> None:
         return
     failed = sorted({row["mixer"] for row in rows if row["status"] == "failed"})
     print(f"{len(rows)} trials in {run_dir}/trials.jsonl" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    print(f"a report: copy {run_dir}/trials.jsonl to docs/results/{config.study} and run python -m experiments.report")
+    if Path(run_dir).name == config.study:
+        where = Path(run_dir).parent
+        print(f"a report: python -m experiments.report --records={where} --studies={config.study}")
     if failed:
         raise UserError(f"trials of {', '.join(failed)} failed; run the same command again to try them anew")

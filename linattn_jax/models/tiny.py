@@ -108,6 +108,6 @@ class TinyLM(nnx.Module):
             x = block(x)
         return self.norm(x), None
 
-    def unembedding(self) -> Array:
-        """float32 [D, vocab_size]."""
-        return self.embedding[...].T
+    def logits(self, hidden: Array) -> Array:
+        """float32 [..., vocab_size] of hidden states [..., D]."""
+        return jnp.matmul(hidden, self.embedding[...].T.astype(hidden.dtype), preferred_element_type=jnp.float32)

@@ -38,7 +38,7 @@ class Trial:
 class Recipe:
     """What the trials of a group share.
 
-    model: makes the module from nnx.Rngs; it maps tokens int32 [B, T] to (hidden [B, T, D], _) and has unembedding().
+    model: makes the module from nnx.Rngs; it maps tokens int32 [B, T] to (hidden [B, T, D], _) and has logits(hidden).
     task: has example(key, **setting) -> Example, as in `data.recall`; `evaluations` maps a column to its task.
     optimizer: fields of `make_optimizer` but for learning_rate, which is the trial's.
     train_examples: size of the set that batches are drawn from, with replacement; 0 makes every example anew.
@@ -137,8 +137,7 @@ def programs(recipe: Recipe) -> Programs:
         model = module(params)
         hidden, _ = model(batch.tokens)
         hidden = jnp.take_along_axis(hidden, batch.positions[..., None], axis=1)
-        logits = jnp.matmul(hidden, model.unembedding().astype(hidden.dtype), preferred_element_type=jnp.float32)
-        return logits, jnp.maximum(jnp.sum(batch.weights), 1)
+        return model.logits(hidden), jnp.maximum(jnp.sum(batch.weights), 1)
 
     def loss(params: Params, batch: Any) -> jax.Array:
         logits, count = answers(params, batch)

@@ -10,13 +10,10 @@ from linattn_jax.eval.report import read_trials, summary, verdict
 from linattn_jax.layers import LAYERS
 from linattn_jax.train.study import parameter_count, plan, protocol, recipe, run_study, variant
 
+ROOT = Path(__file__).parents[2]
 STUDIES = sorted(
-    path.stem
-    for path in (Path(__file__).parents[2] / "experiments").glob("*.py")
-    if "_study import define" in path.read_text()
+    path.stem for path in (ROOT / "experiments").glob("*.py") if "_study import define" in path.read_text()
 )
-# Those that run on every push; each takes minutes on two cores.
-QUICK = ()
 
 
 def config_of(study, arg=None):
@@ -24,13 +21,17 @@ def config_of(study, arg=None):
 
 
 def test_every_config_of_a_study_has_its_program():
-    configs = {
-        path.stem
-        for path in (Path(__file__).parents[2] / "configs").glob("[!_]*.py")
-        if "_studies import" in path.read_text()
-    }
+    configs = {path.stem for path in (ROOT / "configs").glob("[!_]*.py") if "_studies import" in path.read_text()}
     assert configs == set(STUDIES)
     assert len(STUDIES) == 9
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_what_a_config_says_is_measured_is_recorded(study):
+    said = importlib.import_module(f"configs.{study}").__doc__
+    recorded = (ROOT / "docs" / "results" / study / "trials.jsonl").exists()
+    assert (f"docs/results/{study}." in said) == recorded
+    assert ("Not measured yet." in " ".join(said.split())) == (not recorded)
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -68,7 +69,8 @@ def test_full_studies_compare_seeds_and_rates(study):
     assert protocol(config) != protocol(config_of(study, "size=small"))
 
 
-@pytest.mark.parametrize("study", [pytest.param(s, marks=() if s in QUICK else pytest.mark.slow) for s in STUDIES])
+@pytest.mark.slow  # each takes minutes on two cores
+@pytest.mark.parametrize("study", STUDIES)
 def test_small_studies_show_what_they_claim(study, tmp_path):
     config = config_of(study, "size=small")
     rows = run_study(config, tmp_path)

@@ -49,12 +49,13 @@ def config(**changes):
         "columns": {"n=1": 1, "n=2": 2, "n=3": 3},
         "x_label": "pairs n",
         "mixers": ("linear", "deltanet"),
-        "learning_rates": (1e-3, 1e-2),
-        "seeds": (0, 1),
+        "claims": (),
     }  # fmt: skip
-    max_trials = changes.pop("max_trials", 32)
-    made = _studies.study("tiny", **(given | changes))
-    made.max_trials = max_trials
+    settled = {"learning_rates": (1e-3, 1e-2), "seeds": (0, 1), "select": (), "max_trials": 32}
+    settled |= {name: changes.pop(name) for name in settled if name in changes}
+    made = _studies.study("tiny", full=True, **(given | changes))
+    for name, value in settled.items():
+        setattr(made, name, value)
     return made
 
 

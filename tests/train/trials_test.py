@@ -106,7 +106,7 @@ def loop():
     def loss(params, batch):
         model = TinyLM(TINY, rngs=nnx.Rngs(0))
         nnx.update(model, params)
-        logits = model(batch.tokens)[0] @ model.unembedding()
+        logits = model.logits(model(batch.tokens)[0])
         logits = jnp.take_along_axis(logits, batch.positions[..., None], 1)
         nats = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
         return jnp.sum(nats * batch.weights) / jnp.sum(batch.weights)
@@ -146,7 +146,7 @@ def measured(params, task, setting, key, count):
     model = TinyLM(TINY, rngs=nnx.Rngs(0))
     nnx.update(model, params)
     batch = jax.device_get(examples(task, key, range(count), setting))
-    logits = np.asarray(model(batch.tokens)[0] @ model.unembedding())
+    logits = np.asarray(model.logits(model(batch.tokens)[0]))
     right = []
     for i, j in np.argwhere(batch.weights):
         right.append(logits[i, batch.positions[i, j]].argmax() == batch.targets[i, j])
@@ -230,8 +230,8 @@ class Table(nnx.Module):
     def __call__(self, tokens):
         return self.embed[...][tokens], None
 
-    def unembedding(self):
-        return self.answer[...].T
+    def logits(self, hidden):
+        return hidden @ self.answer[...].T
 
 
 @dataclasses.dataclass(frozen=True)
