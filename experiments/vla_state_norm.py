@@ -7,7 +7,7 @@ paper's code has it: 14.5 for VLA, 1634 for linear attention and 1.2 for what it
 `random` and `repeated`: one head with K = V = size, penalty directions random or all the same; ||A M - I||, the error
 of A, ||S|| beside linear attention's on the same tokens, and the Jacobian J = I - a k^T of the last token, whose norm
 the paper says is exactly 1, which holds for c = a . k = 1 alone (docs/notes.md).
-Cost: about a minute on two cores. Measured: docs/results/vla_state_norm.json.
+Cost: a few minutes on two cores. Measured: docs/results/vla_state_norm.json.
 """
 
 import json

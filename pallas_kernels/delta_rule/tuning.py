@@ -1,4 +1,4 @@
-"""Frozen, validated launch settings of the delta rule's kernels."""
+"""Launch settings of the delta rule's kernels, checked against what a program may ask of the hardware."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Config:
                 raise ValueError(f"registers {registers} given, wanted a sum that {self.tiles + 1} warpgroups have.")
 
 
-# By value tiles of a program. Two: the largest shares with which the compiler serialises no wgmma of the state
-# warpgroups (it does below 184) and hardly spills in the one that prepares.
+# By value tiles of a program. For two, shares near the most that the register file gives, chosen by what the compiler
+# says of spills and of serialised wgmma, not by timing: the kernel has not been timed yet.
 _FORWARD = {
     1: Config(tiles=1),
     2: Config(tiles=2, state_registers=184, prepare_registers=136),
