@@ -121,7 +121,7 @@ def _provenance(records: Records, trials: Sequence[Trial], left_out: Mapping[str
     timed = [row for row in trials if row.get("tokens") and row.get("seconds")]
     tokens, seconds = (sum(row.get(name) or 0 for row in trials) for name in ("tokens", "seconds"))
     rate = sum(row["tokens"] for row in timed) / sum(row["seconds"] for row in timed) if timed else 0
-    told = f": {rate:,.0f} tokens/s for each, which may have shared a device." if timed else "."
+    told = f": {rate:,.0f} tokens/s each, sharing devices or not." if timed else "."
     yield f"{tokens:,} tokens of training in {seconds:,.0f} seconds of the processes{told}"
     if started := sorted(row["started"] for row in trials if row.get("started")):
         yield f"Started {started[0]}" + (f" to {started[-1]}." if started[-1] != started[0] else ".")

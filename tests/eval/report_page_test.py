@@ -34,7 +34,7 @@ def test_the_page():
         "- A note.",
         "- **holds**: VLA recalls.\n  - `vla@n=4 >= 0.98`: yes; vla@n=4 99.0 ± 1.0 (3)",
         "- 6 trials: 6 report; 6 done.",
-        "- 6,000 tokens of training in 12 seconds of the processes: 500 tokens/s for each, which may have shared a device.",
+        "- 6,000 tokens of training in 12 seconds of the processes: 500 tokens/s each, sharing devices or not.",
         "- Started 2026-01-01T00:00:00Z.",
         "- Commit: aaaaaaaaaaaa.",
         "- Device: 1 × cpu, 2 cores.",
