@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import interpreting
-from pallas_kernels.delta_rule import mosaic_gpu
-from pallas_kernels.delta_rule.tuning import VALUE_TILE, Config, forward_config
+from pallas_kernels.delta_rule import forward, inverse
+from pallas_kernels.delta_rule.tiles import TILE_ROWS, Variant
+from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config, forward_config
 
 Array = jax.Array
 
@@ -105,16 +107,33 @@ def delta_rule_forward(
         state = state if initial_state is None else initial_state.astype(jnp.float32)
         empty = jnp.zeros((B, H, 0, k.shape[-1], V), jnp.float32)
         return (jnp.zeros_like(v), state, empty) if save_states else (jnp.zeros_like(v), state)
-    variant = mosaic_gpu.Variant(
-        gated=log_decay is not None,
-        normalize_q=normalize_q,
-        normalize_k=normalize_k,
-        eps=eps,
-        initial=initial_state is not None,
-        save_states=save_states,
-    )
+    variant = Variant(log_decay is not None, normalize_q, normalize_k, eps)
     interpreted = plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
-    output, final, states = mosaic_gpu.forward(
-        q, k, v, beta, log_decay, initial_state, scale=scale, variant=variant, config=config, interpret=interpreted
+    # The copy engine fills what is beyond an array with zeros, but wants whole tiles. Other lengths cost a copy.
+    whole = pl.cdiv(T, TILE_ROWS) * TILE_ROWS
+    q, k, v = (jnp.pad(x, ((0, 0), (0, whole - T), (0, 0), (0, 0))) for x in (q, k, v))
+
+    def by_head(x: Array) -> Array:
+        """[B, T, H] to [B, H, N C], a chunk in one piece; rows that fill the last chunk write and forget nothing."""
+        x = jnp.swapaxes(x.astype(jnp.float32), 1, 2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, pl.cdiv(T, CHUNK) * CHUNK - T)))
+
+    beta = by_head(beta)
+    log_decay = None if log_decay is None else by_head(log_decay)
+    inverses, vectors = inverse.solve(k, beta, log_decay, variant=variant, interpret=interpreted)
+    turned = lambda x: jnp.swapaxes(x, -1, -2)
+    first = None if initial_state is None else turned(initial_state.astype(jnp.float32))
+    output, final, *states = forward.run(
+        q,
+        k,
+        v,
+        inverses,
+        vectors,
+        first,
+        scale=scale,
+        variant=variant,
+        config=config,
+        save_states=save_states,
+        interpret=interpreted,
     )
-    return (output, final) if states is None else (output, final, states)
+    return output[:, :T], turned(final), *map(turned, states)

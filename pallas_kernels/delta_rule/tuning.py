@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 CHUNK = 64  # rows per chunk, and rows of a wgmma
 VALUE_TILE = 64  # value columns of one state warpgroup
+MULTIPROCESSORS = 132  # of an H100 or H200, for kernels that share out their work themselves
+SOLVE_GROUPS = 4  # chunks that one multiprocessor solves at a time
 
 
 @dataclass(frozen=True)
@@ -14,22 +16,22 @@ class Config:
 
     tiles: state warpgroups per program, 64 value columns each; the rest of V goes to further programs.
     stages: buffers of q, k and v; chunks n, n - 1 (whose state may still be read) and n + 1 (arriving) need three.
-    state_registers, prepare_registers: per thread, multiples of 8; None leaves both at what the launch gives.
+    state_registers, score_registers: per thread, multiples of 8; None leaves both at what the launch gives.
     """
 
     tiles: int
     stages: int = 3
     state_registers: int | None = None
-    prepare_registers: int | None = None
+    score_registers: int | None = None
 
     def __post_init__(self) -> None:
         if self.tiles not in (1, 2):
             raise ValueError(f"tiles: {self.tiles} given, wanted 1 or 2.")
         if self.stages != 3:
             raise ValueError(f"stages: {self.stages} given, wanted 3.")
-        registers = (self.state_registers, self.prepare_registers)
+        registers = (self.state_registers, self.score_registers)
         if (registers[0] is None) != (registers[1] is None):
-            raise ValueError(f"state_registers, prepare_registers: {registers} given, wanted both or neither.")
+            raise ValueError(f"state_registers, score_registers: {registers} given, wanted both or neither.")
         if registers[0] is not None and registers[1] is not None:
             if any(r % 8 or not 24 <= r <= 240 for r in (registers[0], registers[1])):
                 raise ValueError(f"registers {registers} given, wanted multiples of 8 from 24 to 240.")
@@ -42,7 +44,7 @@ class Config:
 # says of spills and of serialised wgmma, not by timing: the kernel has not been timed yet.
 _FORWARD = {
     1: Config(tiles=1),
-    2: Config(tiles=2, state_registers=184, prepare_registers=136),
+    2: Config(tiles=2, state_registers=192, score_registers=120),
 }
 
 

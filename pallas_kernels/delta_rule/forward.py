@@ -1,0 +1,281 @@
+"""The forward pass over states: DeltaNet, Gated DeltaNet and KLA in one kernel, on Hopper in Pallas Mosaic GPU.
+
+The chunk form. With G the sums of log decays in a chunk of C = 64 tokens, L_ij = e^{G_i - G_j} for i >= j, and S_0 the
+state [K, V] before the chunk,
+    A = strict_tril(diag(beta) (K K^T o L)),   E = (I + A)^{-1} diag(beta) (V - e^G K S_0),
+    O = e^G Q S_0 + (Q K^T o L) E,             S_C = e^{G_C} S_0 + (e^{G_C - G} K)^T E.
+L2 norms, KLA's coefficient, strengths and `scale` are weights of rows and columns around products of the raw q, k and v.
+Inverses and weights come from `inverse.solve`, which works on all chunks at once.
+
+Floors at B, T, H, K, V = 8, 2048, 16, 128, 128 in bfloat16, for a card that copies 4.25 TB/s and reaches 724 TFLOP/s.
+    Bytes: q, k, v and o once, 268 MB, and inverses and vectors, 41 MB: 0.073 ms.
+    Operations: 9.4 MFLOP a chunk, 39 GFLOP, 0.053 ms.
+
+Who does what. A program is one row of the batch and one value head, all of V or a part of it (`Config.tiles`), and
+walks over the chunks in order. Its warpgroups:
+    Scores, one: issues the copies, one chunk ahead, into three stages; then Q K^T o L, into two slots.
+    State, one for each 64 value columns: keeps the transposed state [64 v, K] in registers, float32. Transposed, every
+        left operand (the narrow state, residuals, errors) is what the warpgroup has just computed, in the layout that
+        wgmma takes from registers, and the right ones (k, q, the inverse, the scores) lie in shared memory as copied or
+        prepared: nothing of the chain from state to state passes through shared memory.
+    arrived[stage]: the copies are there. ready[slot]: scores are prepared. consumed[stage]: what was copied, and its
+    scores, may be overwritten. Scores run at most two chunks ahead; no warpgroup waits for one that waits for it.
+
+Numbers. q, k, v, the state as an operand, errors and scores have the dtype of k, accumulators and the state itself are
+float32. Inverse and residuals are float16, the residuals brought to at most 1 per value channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.delta_rule.tiles import (
+    COLUMN,
+    ROW,
+    TILE,
+    Products,
+    Ref,
+    Variant,
+    by_column,
+    by_row,
+    index,
+    square_sums,
+    tiles_buffer,
+)
+from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
+
+Array = jax.Array
+
+_C = CHUNK
+_SLOTS = 2  # scores of chunks: one being read, one being written
+
+
+def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref]) -> None:
+    """Writes "scores", of queries against writes, and "read", what the state is read with."""
+    row, column = index(0), index(1)
+    (scores,) = product((x["q"], x["k"].T))
+    query = plgpu.layout_cast(jnp.full((_C,), scale, jnp.float32), ROW)
+    if variant.normalize_q:
+        query = query * lax.rsqrt(square_sums(x["q"]) + 1e-6)
+    weights = by_column(plgpu.load(x["column"], layout=COLUMN))
+    if variant.gated:
+        spans = [
+            by_row(plgpu.load(x[name + "_row"], layout=ROW)) - by_column(plgpu.load(x[name], layout=COLUMN))
+            for name in ("coarse", "fine")
+        ]
+        weights = weights * jnp.exp2(jnp.where(row >= column, spans[0] + spans[1], -jnp.inf))
+        x["read"][...] = query * plgpu.load(x["start"], layout=ROW)
+    else:
+        weights = jnp.where(row >= column, weights, 0.0)
+        x["read"][...] = query
+    x["scores"][...] = (scores * weights * by_row(query)).astype(x["scores"].dtype)
+    plgpu.commit_smem()
+
+
+def _advance(
+    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None]
+) -> tuple[Array, Array]:
+    """The transposed output [64 v, C] of a chunk, and the transposed state [64 v, K] after it.
+
+    x: what was copied, and what `_score` wrote, which is there once `wait` returns.
+    """
+    dtype = x["k"].dtype
+    (expected,) = product((state.astype(dtype), x["k"].T))
+    values = plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32)
+
+    def weight(name: str) -> Array:
+        return by_column(plgpu.load(x[name], layout=COLUMN), VALUE_TILE)
+
+    if "erase" in x:
+        residual = values * weight("value") - expected * weight("erase")
+    else:
+        residual = (values - expected) * weight("value")
+    # float16 has three more bits than bfloat16 but a short range: each value channel is brought to at most 1 for it.
+    # Channels do not mix in what follows.
+    size = jnp.maximum(jnp.max(jnp.abs(residual), axis=1), 1e-30)
+    (errors,) = product(((residual * by_row(1 / size)).astype(jnp.float16), x["solve"].T))
+    errors = errors * by_row(size)
+    writes = (errors * weight("write")).astype(dtype)
+    # The narrow copy of the state is made again: kept, it would take 32 registers through all of the above.
+    state = lax.optimization_barrier(state)
+    memory = state.astype(dtype)
+    if variant.gated:
+        state = state * x["start"][_C - 1]
+    nothing = plgpu.layout_cast(jnp.zeros((VALUE_TILE, _C), jnp.float32), TILE)
+    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(nothing, state))
+    wait()
+    (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight("read"),))
+    return output, state
+
+
+def run(
+    q: Array,
+    k: Array,
+    v: Array,
+    inverses: Array,
+    vectors: Array,
+    initial_state: Array | None,
+    *,
+    scale: float,
+    variant: Variant,
+    config: Config,
+    save_states: bool = False,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """Output [B, T, H, V], transposed final state [B, H, V, K] in float32 and, where asked for, the states before chunks.
+
+    q, k: [B, T, Hk, K], v: [B, T, H, V], 16 bit, T a multiple of 8; inverses, vectors: of `inverse.solve`;
+    initial_state: transposed, [B, H, V, K]. States: [B, H, N, V, K] in the dtype of k.
+    """
+    B, T, Hk, K = k.shape
+    H, V = v.shape[2:]
+    N = inverses.shape[2]
+    tiles, stages = config.tiles, config.stages
+    parts = V // (VALUE_TILE * tiles)
+    dtype = k.dtype
+    product = Products(interpret is not None)
+
+    inputs = {"q": q, "k": k, "v": v, "solve": inverses, "vectors": vectors}
+    if initial_state is not None:
+        inputs["initial"] = initial_state
+    outputs = {
+        "output": jax.ShapeDtypeStruct((B, T, H, V), dtype),
+        "final": jax.ShapeDtypeStruct((B, H, V, K), jnp.float32),
+    }
+    if save_states:
+        outputs["states"] = jax.ShapeDtypeStruct((B, H, N, V, K), dtype)
+
+    names = variant.vectors
+    # A copy of their own for the sums that are read along rows: one buffer read along rows and along columns keeps the
+    # compiler's search for layouts from ending.
+    sums = ("coarse_row", "fine_row") if variant.gated else ()
+    scratch = {
+        "loaded": {
+            "q": tiles_buffer((stages, _C, K), dtype),
+            "k": tiles_buffer((stages, _C, K), dtype),
+            "v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype),
+            "solve": tiles_buffer((stages, _C, _C), jnp.float16),
+            "vectors": plgpu.SMEM((stages, len(names), _C), jnp.float32),
+            **{name: plgpu.SMEM((stages, _C), jnp.float32) for name in sums},
+        },
+        "prepared": {
+            "scores": tiles_buffer((_SLOTS, _C, _C), dtype),
+            "read": plgpu.SMEM((_SLOTS, _C), jnp.float32),
+        },
+        "staged": tiles_buffer((tiles, _C, VALUE_TILE), dtype),
+        "arrived": plgpu.Barrier(num_arrivals=4 + tiles + len(sums), num_barriers=stages),
+        "ready": plgpu.Barrier(num_barriers=_SLOTS),
+        "consumed": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
+        "done": plgpu.Barrier(num_arrivals=tiles + 1),
+    }
+
+    def body(*refs: Ref, loaded, prepared, staged, arrived, ready, consumed, done) -> None:
+        hbm = dict(zip((*inputs, *outputs), refs, strict=True))
+        program, group = lax.axis_index("program"), lax.axis_index("group")
+        part, head = lax.rem(program, parts), lax.rem(lax.div(program, parts), H)
+        batch = lax.div(program, parts * H)
+        key_head = lax.div(head, H // Hk)
+
+        def fetch(n: Any) -> None:
+            stage, rows = lax.rem(n, stages), pl.ds(n * _C, _C)
+            barrier = arrived.at[stage]
+            for name in ("k", "q"):
+                plgpu.copy_gmem_to_smem(hbm[name].at[batch, rows, key_head], loaded[name].at[stage], barrier)
+            for tile in range(tiles):
+                columns = pl.ds((part * tiles + tile) * VALUE_TILE, VALUE_TILE)
+                source = hbm["v"].at[batch, rows, head, columns]
+                plgpu.copy_gmem_to_smem(source, loaded["v"].at[stage, tile], barrier)
+            for name in ("solve", "vectors"):
+                plgpu.copy_gmem_to_smem(hbm[name].at[batch, head, n], loaded[name].at[stage], barrier)
+            for j, name in enumerate(sums):
+                plgpu.copy_gmem_to_smem(hbm["vectors"].at[batch, head, n, j], loaded[name].at[stage], barrier)
+
+        def at(stage: Any) -> dict[str, Ref]:
+            x = {name: loaded[name].at[stage] for name in ("q", "k", "solve", *sums)}
+            return x | {name: loaded["vectors"].at[stage, j] for j, name in enumerate(names)}
+
+        def set_registers(wanted: int | None) -> None:
+            if wanted is not None:
+                launch = 65536 // (128 * (tiles + 1)) // 8 * 8
+                plgpu.set_max_registers(wanted, action="increase" if wanted > launch else "decrease")
+
+        @pl.when(group == tiles)
+        def _score_chunks() -> None:
+            set_registers(config.score_registers)
+            fetch(jnp.int32(0))
+
+            @pl.loop(0, N)
+            def _chunk(n: Array) -> None:
+                stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
+
+                # Frees the slot of chunk n - 2 and the stage of chunk n + 1, which are two and three chunks old.
+                @pl.when(n >= _SLOTS)
+                def _freed() -> None:
+                    plgpu.barrier_wait(consumed.at[lax.rem(n - _SLOTS, stages)])
+
+                @pl.when(n + 1 < N)
+                def _fetch() -> None:
+                    fetch(n + 1)
+
+                plgpu.barrier_wait(arrived.at[stage])
+                x = at(stage) | {name: ref.at[slot] for name, ref in prepared.items()}
+                _score(product, variant, scale, x)
+                plgpu.barrier_arrive(ready.at[slot])
+
+            # Every completion of a barrier has to be seen by those who wait on it.
+            for n in range(max(N - _SLOTS, 0), N):
+                plgpu.barrier_wait(consumed.at[n % stages])
+
+        @pl.when(group < tiles)
+        def _advance_state() -> None:
+            set_registers(config.state_registers)
+            columns = pl.ds((part * tiles + group) * VALUE_TILE, VALUE_TILE)
+            if initial_state is not None:
+                first = plgpu.load(hbm["initial"].at[batch, head, columns], layout=TILE, optimized=False)
+            else:
+                first = plgpu.layout_cast(jnp.zeros((VALUE_TILE, K), jnp.float32), TILE)
+
+            def chunk(n: Array, state: Array) -> Array:
+                stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
+                if save_states:
+                    hbm["states"].at[batch, head, n, columns][...] = state.astype(dtype)
+                plgpu.barrier_wait(arrived.at[stage])
+                x = at(stage) | {"v": loaded["v"].at[stage, group]}
+                x |= {name: ref.at[slot] for name, ref in prepared.items()}
+                output, state = _advance(product, variant, state, x, lambda: plgpu.barrier_wait(ready.at[slot]))
+                # Values were read by ordinary loads; the fence orders these before the copy that overwrites them.
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(consumed.at[stage])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                staged.at[group].T[...] = output.astype(dtype)
+                plgpu.commit_smem()
+                target = hbm["output"].at[batch, pl.ds(n * _C, _C), head, columns]
+                plgpu.copy_smem_to_gmem(staged.at[group], target)
+                return state
+
+            last = lax.fori_loop(0, N, chunk, first)
+            hbm["final"].at[batch, head, columns][...] = last
+            plgpu.wait_smem_to_gmem(0)
+
+        # Nobody leaves early: a warpgroup that exits while others use the tensor cores has led to illegal instructions.
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=scratch,
+        grid=(B * H * parts,),
+        grid_names=("program",),
+        num_threads=tiles + 1,
+        thread_name="group",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs.values())

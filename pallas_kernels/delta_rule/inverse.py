@@ -1,0 +1,227 @@
+"""The inverses of all chunks' triangular systems, and the weights that go with them: the part that needs no state.
+
+For each chunk of 64 tokens of each value head, with A = strict_tril(diag(beta) (K K^T o L)), L_ij = e^{G_i - G_j},
+    D = diag(sqrt |beta|),   A = D B D^{-1}, up to signs,   (I + A)^{-1} diag(beta) = D (I + B)^{-1} D (signs at the right).
+B is bounded by 2 wherever the rule contracts, whatever the sizes of strengths and keys, and so is its inverse, which
+fits float16; the two D join the weights around it. KLA's r = rsqrt(||k||^2 + eps) on k and v, and the L2 norm of k,
+are weights of rows and columns around the same K K^T, and the norms are its diagonal: they cost vectors, not passes.
+
+Floors at B, T, H, K = 8, 2048, 16, 128 in bfloat16: 67 MB of keys read, 34 MB of inverses and 7 MB of vectors written,
+0.026 ms at 4.25 TB/s. 4096 chunks of 6.3 MFLOP, 26 GFLOP, 0.036 ms at 724 TFLOP/s, of which the inverses take five
+sixths: tiles of 64 do four times the work that triangles of 64 need, in products small enough to wait for each other.
+So a multiprocessor keeps four chunks going, one for each warpgroup, each with its next keys on the way.
+
+The inverse. Doubling from diagonal blocks of 2 to 64: X <- X - X (A o M) X, five rounds of two 64x64x64 products with
+float32 accumulators and float16 operands. As stable as forward substitution: no power of A is formed. (wgmma has no
+16x16 product, so blocks of 16 in float32 registers were not to be had.) With bfloat16 for inverse and residuals the
+errors of o and S at strengths up to 2 without decay were 5.9e-3 and 5.7e-3 (K = 64, 512 tokens, emulated, against
+float64), with float16 4.3e-3 and 3.7e-3. Rounding o alone makes 1.7e-3.
+
+Decays are exponentials of differences of two sums, one of multiples of 1/16, one of remainders: as good as sums over
+each span, also behind a gate that forgets everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.delta_rule.tiles import (
+    COLUMN,
+    GRAIN,
+    LEAST_LOG2_DECAY,
+    LOG2_E,
+    ROW,
+    TILE,
+    TILE_ROWS,
+    Products,
+    Ref,
+    Variant,
+    by_column,
+    by_row,
+    index,
+    tiles_buffer,
+)
+from pallas_kernels.delta_rule.tuning import CHUNK, MULTIPROCESSORS, SOLVE_GROUPS
+
+Array = jax.Array
+
+_C = CHUNK
+_STAGES = 2  # keys being used, keys on the way
+
+
+def _invert(product: Products, a_ref: Ref, x_ref: Ref) -> Array:
+    """(I - a)^{-1} for a strictly lower triangular a [C, C] in shared memory, by doubling blocks.
+
+    The inverses X of the diagonal blocks of size s give those of size 2 s: X + X (a o M) X, with M the lower left
+    quarters.
+    """
+    row, column = (plgpu.broadcasted_iota(jnp.int32, (_C,), 0, layout=layout) for layout in (ROW, COLUMN))
+
+    def cross(bit: int) -> Array:
+        """Where the off-diagonal quarters of the diagonal blocks of size 2^(bit + 1) are; the upper ones hold zeros.
+
+        The barrier makes the compiler compare what it has computed once for each row and column, where it would
+        rewrite the comparison into more work for each element.
+        """
+        r, c = lax.optimization_barrier(((row >> bit) ^ 1, column >> bit))
+        return by_row(r) == by_column(c)
+
+    x = plgpu.load(a_ref, layout=TILE).astype(jnp.float32)
+    x = jnp.where(index(0) == index(1), 1.0, jnp.where(cross(0), x, 0.0))
+    for bit in range(1, _C.bit_length() - 1):
+        narrow = x.astype(x_ref.dtype)
+        x_ref[...] = narrow
+        plgpu.commit_smem()
+        # Blocks of X times all of a, of which the quarters are kept: a then stays where it is in every round.
+        (y,) = product((narrow, a_ref))
+        y = lax.optimization_barrier(jnp.where(cross(bit), y, 0.0))
+        (x,) = product((y.astype(x_ref.dtype), x_ref), add=(x,))
+    return x
+
+
+def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None:
+    """Writes the vectors of a chunk and its inverse, "solve", from k and the gates."""
+    row, column = index(0), index(1)
+    (overlap,) = product((x["k"], x["k"].T))
+
+    key = value = start = kept = None
+    if variant.keyed:
+        square = jnp.sum(jnp.where(row == column, overlap, 0.0), axis=1)
+        if variant.normalize_k:
+            key = lax.rsqrt(square + 1e-6)
+            square = square * key * key
+        if variant.eps is not None:
+            square = square + variant.eps
+            value = jnp.where(square > 0, lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+            key = value if key is None else key * value
+    # The strength's sign goes with the root on the right.
+    beta = plgpu.load(x["beta"], layout=ROW)
+    root = jnp.sqrt(jnp.abs(beta))
+    signed = jnp.where(beta < 0, -root, root)
+    keyed = signed if key is None else signed * key
+    write = root if key is None else root * key
+    x["value"][...] = signed if value is None else signed * value
+    x["column"][...] = write
+    if variant.gated:
+        gate = plgpu.load(x["gate"], layout=COLUMN) * LOG2_E
+        gate = jnp.maximum(gate, LEAST_LOG2_DECAY)
+        coarse = jnp.round(gate * GRAIN) * (1 / GRAIN)
+        sums = [jnp.sum(jnp.where(row >= column, by_column(part), 0.0), axis=1) for part in (coarse, gate - coarse)]
+        x["coarse"][...], x["fine"][...] = sums
+        start = jnp.exp2(sums[0] + sums[1])
+        x["start"][...] = start
+    if "erase" in x:
+        x["erase"][...] = keyed if start is None else keyed * start
+    plgpu.commit_smem()
+
+    decay = by_column(plgpu.load(x["column"], layout=COLUMN))
+    if variant.gated:
+        by_columns = [plgpu.load(x[name], layout=COLUMN) for name in ("coarse", "fine")]
+        spans = [by_row(r) - by_column(c) for r, c in zip(sums, by_columns, strict=True)]
+        decay = decay * jnp.exp2(jnp.where(row > column, spans[0] + spans[1], -jnp.inf))
+        kept = jnp.exp2((x["coarse"][_C - 1] - sums[0]) + (x["fine"][_C - 1] - sums[1]))
+    x["write"][...] = write if kept is None else write * kept
+    system = jnp.where(row > column, overlap * decay * by_row(-keyed), 0.0)
+    x["system"][...] = lax.optimization_barrier(system).astype(x["system"].dtype)
+    plgpu.commit_smem()
+    x["solve"][...] = _invert(product, x["system"], x["solve"]).astype(x["solve"].dtype)
+
+
+def solve(
+    k: Array, beta: Array, log_decay: Array | None, *, variant: Variant, interpret: Any = None
+) -> tuple[Array, Array]:
+    """Inverses [B, H, N, 64, 64] in float16 and vectors [B, H, N, names, 64] in float32, as `Variant.vectors` names.
+
+    k: [B, T, Hk, K], 16 bit, T a multiple of 8; beta, log_decay: [B, H, N 64] in float32, 0 beyond the row's end.
+    """
+    B, T, Hk, K = k.shape
+    H, N = beta.shape[1], beta.shape[2] // _C
+    groups = SOLVE_GROUPS
+    programs = min(MULTIPROCESSORS, pl.cdiv(B * H * N, groups))
+    stride = programs * groups
+    product = Products(interpret is not None)
+    gates = {"beta": beta} if log_decay is None else {"beta": beta, "gate": log_decay}
+    inputs = {"k": k, **gates}
+    names = variant.vectors
+    scratch = {
+        "loaded": {
+            "k": tiles_buffer((groups * _STAGES, _C, K), k.dtype),
+            **{name: plgpu.SMEM((groups * _STAGES, _C), jnp.float32) for name in gates},
+        },
+        "system": tiles_buffer((groups, _C, _C), jnp.float16),
+        "inverse": tiles_buffer((groups, _C, _C), jnp.float16),
+        "vectors": plgpu.SMEM((groups, len(names), _C), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=1 + len(gates), num_barriers=groups * _STAGES),
+        "done": plgpu.Barrier(num_arrivals=groups),
+    }
+
+    def body(*refs: Ref, loaded, system, inverse, vectors, arrived, done) -> None:
+        hbm = dict(zip((*inputs, "inverses", "vectors"), refs, strict=True))
+        group = lax.axis_index("group")
+        first = lax.axis_index("program") * groups + group
+        count = lax.div(B * H * N - first + stride - 1, stride)
+
+        def where(i: Array) -> tuple[Array, Array, Array]:
+            unit = first + i * stride
+            head = lax.div(unit, N)
+            return lax.div(head, H), lax.rem(head, H), lax.rem(unit, N)
+
+        def fetch(i: Array) -> None:
+            stage = group * _STAGES + lax.rem(i, _STAGES)
+            batch, head, n = where(i)
+            rows = pl.ds(n * _C, _C)
+            barrier = arrived.at[stage]
+            source = hbm["k"].at[batch, rows, lax.div(head, H // Hk)]
+            plgpu.copy_gmem_to_smem(source, loaded["k"].at[stage], barrier)
+            for name in gates:
+                plgpu.copy_gmem_to_smem(hbm[name].at[batch, head, rows], loaded[name].at[stage], barrier)
+
+        @pl.when(count > 0)
+        def _first() -> None:
+            fetch(jnp.int32(0))
+
+        @pl.loop(0, count)
+        def _chunk(i: Array) -> None:
+            stage = group * _STAGES + lax.rem(i, _STAGES)
+
+            # The chunk before the last one's keys were read by products that have ended.
+            @pl.when(i + 1 < count)
+            def _fetch() -> None:
+                fetch(i + 1)
+
+            plgpu.barrier_wait(arrived.at[stage])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            x = {name: ref.at[stage] for name, ref in loaded.items()}
+            x |= {name: vectors.at[group, j] for j, name in enumerate(names)}
+            x |= {"system": system.at[group], "solve": inverse.at[group]}
+            _solve_chunk(product, variant, x)
+            plgpu.commit_smem()
+            batch, head, n = where(i)
+            plgpu.copy_smem_to_gmem(inverse.at[group], hbm["inverses"].at[batch, head, n])
+            plgpu.copy_smem_to_gmem(vectors.at[group], hbm["vectors"].at[batch, head, n])
+
+        plgpu.wait_smem_to_gmem(0)
+        # Nobody leaves early: a warpgroup that exits while others use the tensor cores has led to illegal instructions.
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((B, H, N, _C, _C), jnp.float16),
+            jax.ShapeDtypeStruct((B, H, N, len(names), _C), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=groups,
+        thread_name="group",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(*inputs.values())
