@@ -27,8 +27,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import math as math_dialect
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.tiles import (
@@ -53,10 +59,80 @@ Array = jax.Array
 
 _C = CHUNK
 _STAGES = 2  # keys being used, keys on the way
+_BLOCK = 16  # of the system, solved by substitution; 16 rows of a tile belong to a warp
 
 
-def _invert(product: Products, a_ref: Ref, x_ref: Ref) -> Array:
-    """(I - a)^{-1} for a strictly lower triangular a [C, C] in shared memory, by doubling blocks.
+def _emulate_invert_blocks(a: Array) -> Array:
+    """What `_invert_blocks` computes, for the interpreter, which runs no code of single threads."""
+    row, column = index(0), index(1)
+    inside = jnp.where(row // _BLOCK == column // _BLOCK, a, 0.0)
+    one = jnp.where(row == column, 1.0, 0.0)
+    return lax.fori_loop(1, _BLOCK, lambda _, x: one + jnp.dot(inside, x, precision="highest"), one)
+
+
+@plgpu.inline_mgpu(
+    arg_types=(TILE, plgpu.RefType()),
+    return_type=plgpu.ShapeDtypeStruct((_C, _C), jnp.float32, layout=TILE),
+)
+def _invert_blocks(context: Any, a: Any, scratch: Any) -> Any:
+    """Inverses of the diagonal blocks of size 16 of I - a, a strictly lower triangular, by forward substitution.
+
+    A warp holds the 16 rows of its block. It puts them into `scratch` [64, 24], from where all lanes read the same row
+    at a time, each lane solves one column (16 columns, twice), and the columns come back as rows the same way.
+    """
+    del context
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    two, four = ir.VectorType.get([2], f32), ir.VectorType.get([4], f32)
+    constant = lambda value, kind=i32: mgpu_utils.c(value, kind)
+    at = lambda row, column: [arith.index_cast(ir.IndexType.get(), x) for x in (row, column)]
+    equal = lambda x, value: arith.cmpi(arith.CmpIPredicate.eq, x, constant(value))
+
+    thread = arith.remui(mgpu_utils.thread_idx(), constant(128))
+    warp, lane = arith.divui(thread, constant(32)), arith.remui(thread, constant(32))
+    first = arith.muli(warp, constant(_BLOCK))
+    row = arith.addi(first, arith.divui(lane, constant(4)))
+    pair = arith.muli(arith.remui(lane, constant(4)), constant(2))
+    # Of the eight 8-column parts of a tile's rows, a warp's block has the parts 2 w and 2 w + 1.
+    registers = a.registers.reshape(_C // 8, 2)
+    places = [(part, half) for part in range(2) for half in range(2)]
+    place = lambda part, half: at(arith.addi(row, constant(8 * half)), arith.addi(pair, constant(8 * part)))
+    for part, half in places:
+        own = registers[part, half]
+        for w in range(1, 4):
+            own = arith.select(equal(warp, w), registers[2 * w + part, half], own)
+        vector.store(own, scratch, place(part, half))
+    mgpu_utils.warp_barrier()
+
+    column = arith.remui(lane, constant(_BLOCK))
+    zero, one = constant(0.0, f32), constant(1.0, f32)
+    x: list[Any] = []
+    for i in range(_BLOCK):
+        value = arith.select(equal(column, i), one, zero)
+        for j in range(i):
+            if j % 4 == 0:
+                several = vector.load(four, scratch, at(arith.addi(first, constant(i)), constant(j)))
+            factor = vector.extract(several, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([j % 4]))
+            value = math_dialect.fma(factor, x[j], value)
+        x.append(value)
+    mgpu_utils.warp_barrier()
+
+    lower = arith.divui(lane, constant(_BLOCK))
+    upper_lanes = equal(lower, 0)
+    for i in range(8):
+        target = arith.addi(first, arith.addi(constant(i), arith.muli(lower, constant(8))))
+        memref.store(arith.select(upper_lanes, x[i], x[i + 8]), scratch, at(target, column))
+    mgpu_utils.warp_barrier()
+    own = {key: vector.load(two, scratch, place(*key)) for key in places}
+    nothing = vector.broadcast(two, zero)
+    out = np.empty((_C // 8, 2), dtype=object)
+    for part in range(_C // 8):
+        for half in range(2):
+            out[part, half] = arith.select(equal(warp, part // 2), own[part % 2, half], nothing)
+    return mgpu.FragmentedArray(_registers=out.reshape(a.registers.shape), _layout=a.layout, _is_signed=None)
+
+
+def _invert(product: Products, a: Array, a_ref: Ref, x_ref: Ref, scratch: Ref) -> Array:
+    """(I - a)^{-1} for a strictly lower triangular a [C, C], given in registers and, narrow, in shared memory.
 
     The inverses X of the diagonal blocks of size s give those of size 2 s: X + X (a o M) X, with M the lower left
     quarters.
@@ -72,9 +148,8 @@ def _invert(product: Products, a_ref: Ref, x_ref: Ref) -> Array:
         r, c = lax.optimization_barrier(((row >> bit) ^ 1, column >> bit))
         return by_row(r) == by_column(c)
 
-    x = plgpu.load(a_ref, layout=TILE).astype(jnp.float32)
-    x = jnp.where(index(0) == index(1), 1.0, jnp.where(cross(0), x, 0.0))
-    for bit in range(1, _C.bit_length() - 1):
+    x = _emulate_invert_blocks(a) if product.interpreted else _invert_blocks(a, scratch)
+    for bit in range(_BLOCK.bit_length() - 1, _C.bit_length() - 1):
         narrow = x.astype(x_ref.dtype)
         x_ref[...] = narrow
         plgpu.commit_smem()
@@ -88,7 +163,8 @@ def _invert(product: Products, a_ref: Ref, x_ref: Ref) -> Array:
 def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None:
     """Writes the vectors of a chunk and its inverse, "solve", from k and the gates."""
     row, column = index(0), index(1)
-    (overlap,) = product((x["k"], x["k"].T))
+    with jax.named_scope("overlap"):
+        (overlap,) = product((x["k"], x["k"].T))
 
     key = value = start = kept = None
     if variant.keyed:
@@ -128,9 +204,10 @@ def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None
         kept = jnp.exp2((x["coarse"][_C - 1] - sums[0]) + (x["fine"][_C - 1] - sums[1]))
     x["write"][...] = write if kept is None else write * kept
     system = jnp.where(row > column, overlap * decay * by_row(-keyed), 0.0)
-    x["system"][...] = lax.optimization_barrier(system).astype(x["system"].dtype)
-    plgpu.commit_smem()
-    x["solve"][...] = _invert(product, x["system"], x["solve"]).astype(x["solve"].dtype)
+    system = lax.optimization_barrier(system)
+    x["system"][...] = system.astype(x["system"].dtype)
+    inverse = _invert(product, system, x["system"], x["solve"], x["scratch"])
+    x["solve"][...] = inverse.astype(x["solve"].dtype)
 
 
 def solve(
@@ -149,7 +226,7 @@ def solve(
     gates = {"beta": beta} if log_decay is None else {"beta": beta, "gate": log_decay}
     inputs = {"k": k, **gates}
     names = variant.vectors
-    scratch = {
+    buffers = {
         "loaded": {
             "k": tiles_buffer((groups * _STAGES, _C, K), k.dtype),
             **{name: plgpu.SMEM((groups * _STAGES, _C), jnp.float32) for name in gates},
@@ -157,11 +234,13 @@ def solve(
         "system": tiles_buffer((groups, _C, _C), jnp.float16),
         "inverse": tiles_buffer((groups, _C, _C), jnp.float16),
         "vectors": plgpu.SMEM((groups, len(names), _C), jnp.float32),
+        # Rows of 24: eight rows of pairs, as a warp writes them, then fall into different banks.
+        "scratch": plgpu.SMEM((groups, _C, 24), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=1 + len(gates), num_barriers=groups * _STAGES),
         "done": plgpu.Barrier(num_arrivals=groups),
     }
 
-    def body(*refs: Ref, loaded, system, inverse, vectors, arrived, done) -> None:
+    def body(*refs: Ref, loaded, system, inverse, vectors, scratch, arrived, done) -> None:
         hbm = dict(zip((*inputs, "inverses", "vectors"), refs, strict=True))
         group = lax.axis_index("group")
         first = lax.axis_index("program") * groups + group
@@ -199,7 +278,7 @@ def solve(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             x = {name: ref.at[stage] for name, ref in loaded.items()}
             x |= {name: vectors.at[group, j] for j, name in enumerate(names)}
-            x |= {"system": system.at[group], "solve": inverse.at[group]}
+            x |= {"system": system.at[group], "solve": inverse.at[group], "scratch": scratch.at[group]}
             _solve_chunk(product, variant, x)
             plgpu.commit_smem()
             batch, head, n = where(i)
@@ -217,7 +296,7 @@ def solve(
             jax.ShapeDtypeStruct((B, H, N, _C, _C), jnp.float16),
             jax.ShapeDtypeStruct((B, H, N, len(names), _C), jnp.float32),
         ),
-        scratch_types=scratch,
+        scratch_types=buffers,
         grid=(programs,),
         grid_names=("program",),
         num_threads=groups,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 CHUNK = 64  # rows per chunk, and rows of a wgmma
 VALUE_TILE = 64  # value columns of one state warpgroup
 MULTIPROCESSORS = 132  # of an H100 or H200, for kernels that share out their work themselves
-SOLVE_GROUPS = 4  # chunks that one multiprocessor solves at a time
+SOLVE_GROUPS = 3  # chunks that one multiprocessor solves at a time
 
 
 @dataclass(frozen=True)
