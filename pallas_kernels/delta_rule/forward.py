@@ -38,6 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.tiles import (
     COLUMN,
+    COMPILER,
     ROW,
     TILE,
     Products,
@@ -277,5 +278,5 @@ def run(
         num_threads=tiles + 1,
         thread_name="group",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER,
     )(*inputs.values())

@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.tiles import (
     COLUMN,
+    COMPILER,
     GRAIN,
     LEAST_LOG2_DECAY,
     LOG2_E,
@@ -131,8 +132,10 @@ def _invert_blocks(context: Any, a: Any, scratch: Any) -> Any:
     return mgpu.FragmentedArray(_registers=out.reshape(a.registers.shape), _layout=a.layout, _is_signed=None)
 
 
-def _invert(product: Products, a: Array, a_ref: Ref, x_ref: Ref, scratch: Ref) -> Array:
+def _invert(product: Products, a: Array, a_ref: Ref, x_refs: list[Ref], scratch: Ref) -> Array:
     """(I - a)^{-1} for a strictly lower triangular a [C, C], given in registers and, narrow, in shared memory.
+
+    x_refs: a buffer for each round, as a warp may write the next while others still multiply by the last.
 
     The inverses X of the diagonal blocks of size s give those of size 2 s: X + X (a o M) X, with M the lower left
     quarters.
@@ -149,7 +152,7 @@ def _invert(product: Products, a: Array, a_ref: Ref, x_ref: Ref, scratch: Ref) -
         return by_row(r) == by_column(c)
 
     x = _emulate_invert_blocks(a) if product.interpreted else _invert_blocks(a, scratch)
-    for bit in range(_BLOCK.bit_length() - 1, _C.bit_length() - 1):
+    for x_ref, bit in zip(x_refs, range(_BLOCK.bit_length() - 1, _C.bit_length() - 1), strict=True):
         narrow = x.astype(x_ref.dtype)
         x_ref[...] = narrow
         plgpu.commit_smem()
@@ -206,7 +209,7 @@ def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None
     system = jnp.where(row > column, overlap * decay * by_row(-keyed), 0.0)
     system = lax.optimization_barrier(system)
     x["system"][...] = system.astype(x["system"].dtype)
-    inverse = _invert(product, system, x["system"], x["solve"], x["scratch"])
+    inverse = _invert(product, system, x["system"], [x["solve"], x["inverse"]], x["scratch"])
     x["solve"][...] = inverse.astype(x["solve"].dtype)
 
 
@@ -233,6 +236,7 @@ def solve(
         },
         "system": tiles_buffer((groups, _C, _C), jnp.float16),
         "inverse": tiles_buffer((groups, _C, _C), jnp.float16),
+        "solve": tiles_buffer((groups, _C, _C), jnp.float16),
         "vectors": plgpu.SMEM((groups, len(names), _C), jnp.float32),
         # Rows of 24: eight rows of pairs, as a warp writes them, then fall into different banks.
         "scratch": plgpu.SMEM((groups, _C, 24), jnp.float32),
@@ -240,7 +244,7 @@ def solve(
         "done": plgpu.Barrier(num_arrivals=groups),
     }
 
-    def body(*refs: Ref, loaded, system, inverse, vectors, scratch, arrived, done) -> None:
+    def body(*refs: Ref, loaded, system, inverse, solve, vectors, scratch, arrived, done) -> None:
         hbm = dict(zip((*inputs, "inverses", "vectors"), refs, strict=True))
         group = lax.axis_index("group")
         first = lax.axis_index("program") * groups + group
@@ -278,11 +282,12 @@ def solve(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             x = {name: ref.at[stage] for name, ref in loaded.items()}
             x |= {name: vectors.at[group, j] for j, name in enumerate(names)}
-            x |= {"system": system.at[group], "solve": inverse.at[group], "scratch": scratch.at[group]}
+            work = {"system": system, "inverse": inverse, "solve": solve, "scratch": scratch}
+            x |= {name: ref.at[group] for name, ref in work.items()}
             _solve_chunk(product, variant, x)
             plgpu.commit_smem()
             batch, head, n = where(i)
-            plgpu.copy_smem_to_gmem(inverse.at[group], hbm["inverses"].at[batch, head, n])
+            plgpu.copy_smem_to_gmem(solve.at[group], hbm["inverses"].at[batch, head, n])
             plgpu.copy_smem_to_gmem(vectors.at[group], hbm["vectors"].at[batch, head, n])
 
         plgpu.wait_smem_to_gmem(0)
@@ -302,5 +307,5 @@ def solve(
         num_threads=groups,
         thread_name="group",
         interpret=interpret,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=COMPILER,
     )(*inputs.values())

@@ -23,6 +23,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 LOG2_E = math.log2(math.e)
 TILE_ROWS = 8  # of a tile in shared memory
 
+# Without barriers of the compiler around each access of shared memory (of seven vectors in a row they took longer than
+# computing them). So each kernel sees to it itself: a barrier, which `commit_smem` is, between what one thread writes
+# and another reads, and between what tensor cores or threads read and what overwrites it.
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
 # 2^-130 is 0 in float32, up to what no product can show. A bound makes -inf harmless and the sums of a chunk exact.
 LEAST_LOG2_DECAY = -130.0
 # Multiples of 1/16 down to 64 * -130 are exact in float32, and so are their sums and differences.
