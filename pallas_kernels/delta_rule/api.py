@@ -1,17 +1,20 @@
-"""The delta rule's kernels as functions of arrays: argument checks, what is served, and the forward pass."""
+"""The delta rule's kernels as one differentiable function of arrays: argument checks and what is served."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import interpreting
-from pallas_kernels.delta_rule import forward, inverse
-from pallas_kernels.delta_rule.tiles import TILE_ROWS, Variant
+from pallas_kernels.delta_rule import gradients, inverse, states
+from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config, forward_config
 
 Array = jax.Array
@@ -59,7 +62,152 @@ def supports(q: Any, k: Any, v: Any, *, device: Any = None) -> str | None:
     return None
 
 
-def delta_rule_forward(
+@dataclass(frozen=True)
+class _Options:
+    """What is not an array, known when the kernels are built."""
+
+    scale: float
+    variant: Variant
+    config: Config
+    save_states: bool
+
+
+def _turned(x: Array) -> Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _interpreter() -> Any:
+    return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
+
+
+def _whole_tiles(*arrays: Array) -> list[Array]:
+    """Arrays [B, T, ...] up to a multiple of 8 tokens.
+
+    The copy engine fills what is beyond an array with zeros, but wants whole tiles. Other lengths cost a copy.
+    """
+    more = -arrays[0].shape[1] % TILE_ROWS
+    return [jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays]
+
+
+def _solve(options: _Options, k: Array, beta: Array, log_decay: Array | None) -> tuple[Array, Array]:
+    def by_head(x: Array) -> Array:
+        """[B, T, H] to [B, H, N C], a chunk in one piece; rows that fill the last chunk write and forget nothing."""
+        x = jnp.swapaxes(x.astype(jnp.float32), 1, 2)
+        return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % CHUNK)))
+
+    gates = by_head(beta), None if log_decay is None else by_head(log_decay)
+    return inverse.solve(k, *gates, variant=options.variant, interpret=_interpreter())
+
+
+def _forward(options: _Options, x: dict[str, Array]) -> tuple[Array, ...]:
+    """The output, the final state, and what the backward pass needs besides the arguments: inverses, vectors, states."""
+    T = x["v"].shape[1]
+    q, k, v = _whole_tiles(x["q"], x["k"], x["v"])
+    inverses, vectors = _solve(options, k, x["beta"], x.get("log_decay"))
+    initial = _turned(x["initial_state"].astype(jnp.float32)) if "initial_state" in x else None
+    output, final, *saved = states.walk(
+        q,
+        k,
+        v,
+        inverses,
+        vectors,
+        initial,
+        scale=options.scale,
+        variant=options.variant,
+        config=options.config,
+        save_states=options.save_states,
+        interpret=_interpreter(),
+    )
+    result = output[:, :T], _turned(final)
+    return (*result, inverses, vectors, *saved) if options.save_states else result
+
+
+def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
+    """The gradients of the arguments; x: these, what `_forward` saved, and the gradients of output and final state."""
+    T, Hk, K = x["k"].shape[1:]
+    H = x["v"].shape[2]
+    q, k, v, output = _whole_tiles(x["q"], x["k"], x["v"], x["output"].astype(x["v"].dtype))
+    inverses, vectors, saved = x["inverses"], x["vectors"], x["states"]
+    common = {"scale": options.scale, "variant": options.variant, "interpret": _interpreter()}
+    residuals, initial, dstates = states.walk(
+        q,
+        k,
+        output,
+        inverses,
+        vectors,
+        _turned(x["final"].astype(jnp.float32)),
+        config=options.config,
+        backward=True,
+        save_states=True,
+        **common,
+    )
+    dq, dk, dv, gates = gradients.run(q, k, v, output, residuals, saved, dstates, inverses, vectors, **common)
+
+    def of_keys(x: Array) -> Array:
+        """From value heads to the key heads that they share."""
+        x = x[:, :T]
+        if H == Hk:
+            return x
+        return x.reshape(*x.shape[:2], Hk, H // Hk, K).astype(jnp.float32).sum(3).astype(x.dtype)
+
+    by_token = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[..., :T], 1, 2)
+    beta = x["beta"].astype(jnp.float32)
+    beta = jnp.where(jnp.abs(beta) < LEAST_STRENGTH, jnp.where(beta < 0, -LEAST_STRENGTH, LEAST_STRENGTH), beta)
+    out = {"q": of_keys(dq), "k": of_keys(dk), "v": dv[:, :T], "beta": by_token(gates[..., 0, :]) / beta}
+    if "log_decay" in x:
+        # What forgets everything does so whatever its size.
+        forgets = x["log_decay"].astype(jnp.float32) * LOG2_E < LEAST_LOG2_DECAY
+        out["log_decay"] = jnp.where(forgets, 0.0, by_token(gates[..., 1, :]))
+    if "initial_state" in x:
+        out["initial_state"] = _turned(initial)
+    return {name: grad.astype(x[name].dtype) for name, grad in out.items()}
+
+
+def _batched(function: Callable[..., Any], options: _Options) -> Callable[[dict[str, Array]], Any]:
+    """function(options, arrays), with axes of `jax.vmap` put before the rows: one launch, more programs."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x: dict[str, Array]) -> Any:
+        return function(options, x)
+
+    @call.def_vmap
+    def rule(size: int, mapped: list[Any], x: dict[str, Array]) -> Any:
+        (is_mapped,) = mapped
+        everywhere = {
+            name: a if is_mapped[name] else jnp.broadcast_to(a[None], (size, *a.shape)) for name, a in x.items()
+        }
+        out = call({name: a.reshape(-1, *a.shape[2:]) for name, a in everywhere.items()})
+        split = lambda a: a.reshape(size, a.shape[0] // size, *a.shape[1:])
+        return jax.tree.map(split, out), jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rule(options: _Options, x: dict[str, Array]) -> tuple[Array, Array]:
+    output, final = _batched(_forward, replace(options, save_states=False))(x)
+    return output, final
+
+
+def _rule_forward(options: _Options, x: dict[str, Array]) -> tuple[tuple[Array, Array], Any]:
+    output, final, *saved = _batched(_forward, options)(x)
+    saved = dict(zip(("inverses", "vectors", "states"), saved, strict=False))
+    return (output, final), (x, {name: checkpoint_name(a, f"delta_rule_{name}") for name, a in saved.items()})
+
+
+def _rule_backward(options: _Options, saved: Any, given: tuple[Array, Array]) -> tuple[dict[str, Array]]:
+    x, extra = saved
+    if not extra:
+        _, _, *again = _batched(_forward, replace(options, save_states=True))(x)
+        extra = dict(zip(("inverses", "vectors", "states"), again, strict=True))
+    output, final = given
+    return (_batched(_backward, options)({**x, **extra, "output": output, "final": final}),)
+
+
+_rule.defvjp(_rule_forward, _rule_backward)
+
+
+def delta_rule(
     q: Array,
     k: Array,
     v: Array,
@@ -71,10 +219,14 @@ def delta_rule_forward(
     normalize_q: bool = False,
     normalize_k: bool = False,
     eps: float | None = None,
-    save_states: bool = False,
+    save_states: bool = True,
     config: Config | None = None,
-) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+) -> tuple[Array, Array]:
     """S <- S~ + beta k (v - S~^T k)^T with S~ = e^{log_decay} S, o = scale S^T q: output [B, T, H, V] and final state.
+
+    Differentiable in all arrays, with respect to output and final state, once. What the backward pass needs is the
+    arguments, each chunk's inverse (8 KB) and the states before chunks in 16 bit, under the names delta_rule_inverses,
+    delta_rule_vectors and delta_rule_states for policies of `jax.checkpoint`.
 
     Args:
         q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K 64 or 128.
@@ -85,11 +237,11 @@ def delta_rule_forward(
         initial_state: [B, H, K, V]; None for zeros.
         normalize_q, normalize_k: x rsqrt(sum x^2 + 1e-6), in the kernel.
         eps: not None makes the strength beta / (||k||^2 + eps), in the kernel (KLA).
-        save_states: also returns the states that the chunks of 64 tokens start from, [B, H, N, K, V].
+        save_states: False keeps the arguments alone for the backward pass, which then solves and walks forward again.
         config: launch settings; None takes those of `tuning`.
 
     Returns:
-        The output in the dtype of v, the final state [B, H, K, V] in float32, and the states where asked for.
+        The output in the dtype of v and the final state [B, H, K, V] in float32.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together. NotImplementedError: arrays that `supports` refuses.
@@ -97,43 +249,15 @@ def delta_rule_forward(
     _check_arguments({"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay}, initial_state)
     reason = supports(q, k, v)
     if reason is not None:
-        raise NotImplementedError(f"delta_rule_forward: {reason}.")
+        raise NotImplementedError(f"delta_rule: {reason}.")
     B, T, H, V = v.shape
     config = config or forward_config(V)
     if V % (VALUE_TILE * config.tiles):
         raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {V // VALUE_TILE}.")
     if 0 in (B, T, H):
         state = jnp.zeros((B, H, k.shape[-1], V), jnp.float32)
-        state = state if initial_state is None else initial_state.astype(jnp.float32)
-        empty = jnp.zeros((B, H, 0, k.shape[-1], V), jnp.float32)
-        return (jnp.zeros_like(v), state, empty) if save_states else (jnp.zeros_like(v), state)
+        return jnp.zeros_like(v), state if initial_state is None else initial_state.astype(jnp.float32)
     variant = Variant(log_decay is not None, normalize_q, normalize_k, eps)
-    interpreted = plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
-    # The copy engine fills what is beyond an array with zeros, but wants whole tiles. Other lengths cost a copy.
-    whole = pl.cdiv(T, TILE_ROWS) * TILE_ROWS
-    q, k, v = (jnp.pad(x, ((0, 0), (0, whole - T), (0, 0), (0, 0))) for x in (q, k, v))
-
-    def by_head(x: Array) -> Array:
-        """[B, T, H] to [B, H, N C], a chunk in one piece; rows that fill the last chunk write and forget nothing."""
-        x = jnp.swapaxes(x.astype(jnp.float32), 1, 2)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, pl.cdiv(T, CHUNK) * CHUNK - T)))
-
-    beta = by_head(beta)
-    log_decay = None if log_decay is None else by_head(log_decay)
-    inverses, vectors = inverse.solve(k, beta, log_decay, variant=variant, interpret=interpreted)
-    turned = lambda x: jnp.swapaxes(x, -1, -2)
-    first = None if initial_state is None else turned(initial_state.astype(jnp.float32))
-    output, final, *states = forward.run(
-        q,
-        k,
-        v,
-        inverses,
-        vectors,
-        first,
-        scale=scale,
-        variant=variant,
-        config=config,
-        save_states=save_states,
-        interpret=interpreted,
-    )
-    return output[:, :T], turned(final), *map(turned, states)
+    arrays = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "initial_state": initial_state}
+    options = _Options(float(scale), variant, config, save_states)
+    return _rule(options, {name: jnp.asarray(x) for name, x in arrays.items() if x is not None})

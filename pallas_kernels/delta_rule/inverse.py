@@ -42,7 +42,9 @@ from pallas_kernels.delta_rule.tiles import (
     COMPILER,
     GRAIN,
     LEAST_LOG2_DECAY,
+    LEAST_STRENGTH,
     LOG2_E,
+    NORM_EPS,
     ROW,
     TILE,
     TILE_ROWS,
@@ -173,15 +175,17 @@ def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None
     if variant.keyed:
         square = jnp.sum(jnp.where(row == column, overlap, 0.0), axis=1)
         if variant.normalize_k:
-            key = lax.rsqrt(square + 1e-6)
+            key = lax.rsqrt(square + NORM_EPS)
+            x["norm"][...] = key
             square = square * key * key
         if variant.eps is not None:
             square = square + variant.eps
             value = jnp.where(square > 0, lax.rsqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+            x["ratio"][...] = value
             key = value if key is None else key * value
     # The strength's sign goes with the root on the right.
     beta = plgpu.load(x["beta"], layout=ROW)
-    root = jnp.sqrt(jnp.abs(beta))
+    root = jnp.sqrt(jnp.maximum(jnp.abs(beta), LEAST_STRENGTH))
     signed = jnp.where(beta < 0, -root, root)
     keyed = signed if key is None else signed * key
     write = root if key is None else root * key

@@ -26,10 +26,14 @@ TILE_ROWS = 8  # of a tile in shared memory
 # Without barriers of the compiler around each access of shared memory (of seven vectors in a row they took longer than
 # computing them). So each kernel sees to it itself: a barrier, which `commit_smem` is, between what one thread writes
 # and another reads, and between what tensor cores or threads read and what overwrites it.
-COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 # 2^-130 is 0 in float32, up to what no product can show. A bound makes -inf harmless and the sums of a chunk exact.
 LEAST_LOG2_DECAY = -130.0
+# Strengths below count as this. The gradient of a strength is a product of errors that both contain its root, divided by
+# the strength: at 0 the quotient would be lost. 2^-32 of a value is less than float32 shows next to others.
+LEAST_STRENGTH = 2.0**-32
+NORM_EPS = 1e-6  # of the L2 norms of q and k, under the root
 # Multiples of 1/16 down to 64 * -130 are exact in float32, and so are their sums and differences.
 GRAIN = 16.0
 
@@ -57,11 +61,26 @@ class Variant:
 
         coarse, fine: the binary logarithm of the decay since the chunk's start, in two sums. start: that decay.
         value, erase: weights of v and of K S before the inverse; without erase it equals value. write: of errors behind
-        it, as the state takes them. column: the same as the scores take them.
+        it, as the state takes them. column: the same as the scores take them. norm: 1 / ||k||. ratio: KLA's r.
         """
         return (
-            (("coarse", "fine", "start") if self.gated else ())
-            + ("value", "write", "column")
+            self.column_vectors
+            + ("write",)
+            + (("start",) if self.gated else ())
+            + (("norm",) if self.normalize_k else ())
+            + (("ratio",) if self.eps is not None else ())
+        )
+
+    @property
+    def column_vectors(self) -> tuple[str, ...]:
+        """The first of `vectors`: those that weigh columns as well as rows of [64, 64] tiles.
+
+        They are copied twice then: one buffer read along rows and along columns keeps the compiler's search for layouts
+        from ending.
+        """
+        return (
+            (("coarse", "fine") if self.gated else ())
+            + ("value", "column")
             + (("erase",) if self.gated or self.keyed else ())
         )
 
@@ -87,6 +106,45 @@ def by_column(x: Array, height: int = CHUNK) -> Array:
 def index(dimension: int) -> Array:
     """The row or column of each element of a [64, 64] tile."""
     return plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), dimension, layout=TILE)
+
+
+def weight(x: Ref, height: int = CHUNK) -> Array:
+    """A vector in shared memory as weights of the columns of a tile."""
+    return by_column(plgpu.load(x, layout=COLUMN), height)
+
+
+def normalized(x: Array) -> tuple[Array, Array]:
+    """Rows [64, n] brought to at most 1, in float16, and what they were divided by, [64].
+
+    float16 has three more bits than bfloat16 but a short range.
+    """
+    size = jnp.maximum(jnp.max(jnp.abs(x), axis=1), 1e-30)
+    return (x * by_row(1 / size, x.shape[1])).astype(jnp.float16), size
+
+
+def zeros(*shape: int) -> Array:
+    """A tile of zeros."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
+
+
+def score_weights(variant: Variant, scale: float, x: dict[str, Ref]) -> tuple[Array, Array]:
+    """The weights [64, 64] of scores q k^T and of what the state is read with [64]."""
+    row, column = index(0), index(1)
+    query = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), ROW)
+    if variant.normalize_q:
+        query = query * lax.rsqrt(square_sums(x["q"]) + NORM_EPS)
+    return decay_weights(variant, x, row >= column) * by_row(query), (
+        query * plgpu.load(x["start_row"], layout=ROW) if variant.gated else query
+    )
+
+
+def decay_weights(variant: Variant, x: dict[str, Ref], where: Array) -> Array:
+    """Decay from writes (columns) to tokens (rows) times the weights of writes [64, 64], 0 outside of `where`."""
+    weights = weight(x["column"])
+    if not variant.gated:
+        return jnp.where(where, weights, 0.0)
+    spans = [by_row(plgpu.load(x[name + "_row"], layout=ROW)) - weight(x[name]) for name in ("coarse", "fine")]
+    return weights * jnp.exp2(jnp.where(where, spans[0] + spans[1], -jnp.inf))
 
 
 def square_sums(x: Ref) -> Array:
@@ -132,11 +190,4 @@ class Products:
 
     @staticmethod
     def _emulated(a: Any, b: Ref) -> Array:
-        if isinstance(a, Array):
-            return jnp.dot(a, b[...], preferred_element_type=jnp.float32)
-
-        def scoped(accumulator: Ref) -> Array:
-            plgpu.wgmma(accumulator, a, b)
-            return accumulator[...]
-
-        return pl.run_scoped(scoped, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+        return jnp.dot(a if isinstance(a, Array) else a[...], b[...], preferred_element_type=jnp.float32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 CHUNK = 64  # rows per chunk, and rows of a wgmma
 VALUE_TILE = 64  # value columns of one state warpgroup
 MULTIPROCESSORS = 132  # of an H100 or H200, for kernels that share out their work themselves
+GRADIENT_REGISTERS = (232, 40)  # per thread, of those that compute the local gradients, and that copy for them
 SOLVE_GROUPS = 3  # chunks that one multiprocessor solves at a time
 
 

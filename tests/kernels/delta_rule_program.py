@@ -14,8 +14,8 @@ from reference import reference
 from tolerances import assert_close, limit
 
 import pallas_kernels
-from pallas_kernels.delta_rule.api import delta_rule_forward
-from pallas_kernels.delta_rule.tuning import CHUNK, Config
+from pallas_kernels.delta_rule.api import delta_rule
+from pallas_kernels.delta_rule.tuning import Config
 
 ONE, TWO = Config(tiles=1), Config(tiles=2)
 INSIDE = {"normalize_q": True, "normalize_k": True}
@@ -37,7 +37,6 @@ CASES = {
     "short": ("gated_delta_rule", {"T": 15, "state": True}, {}),
     "tail": ("gated_delta_rule", {"T": 129, "K": 128, "state": True}, {}),
     "parallel": ("gated_delta_rule", {"T": 128, "keys": "parallel"}, {}),
-    "states": ("gated_delta_rule", {"T": 200, "state": True}, {"save_states": True}),
     "normalized": ("gated_delta_rule", {"T": 128, "keys": "long", "state": True}, INSIDE),
     "kaczmarz": ("kaczmarz", {"T": 192, "keys": "long", "double": True}, {}),
     "kaczmarz, tiny keys": ("kaczmarz", {"T": 128, "keys": "tiny"}, {}),
@@ -64,37 +63,88 @@ def forward(name, inputs, state, *, config=ONE, **options):
     if name == "kaczmarz":
         options.setdefault("eps", 1e-6)
     options = {"scale": x["k"].shape[-1] ** -0.5, "config": config, **options}
-    call = jax.jit(lambda q, k, v, b, g, s: delta_rule_forward(q, k, v, b, g, initial_state=s, **options))
+    call = jax.jit(lambda q, k, v, b, g, s: delta_rule(q, k, v, b, g, initial_state=s, **options))
     strength = x["eta"] if name == "kaczmarz" else x["beta"]
     return call, (x["q"], x["k"], x["v"], strength, x.get("log_decay"), None if state is None else state.S)
 
 
-def check(case):
-    """Asserts output, final state and, where they are saved, the states that chunks start from."""
+def gradients(name, inputs, state, output, final, *, scale, eps=1e-6, normalize_q=False, normalize_k=False):
+    """The gradients of sum(o * output) + sum(S * final) by the arguments, in float64, token by token."""
+    x = {key: np.asarray(a, np.float64) for key, a in inputs.items()}
+    group = x["v"].shape[2] // x["k"].shape[2]
+    q, k = (np.repeat(x[key], group, 2) for key in ("q", "k"))
+    qn = 1 / np.sqrt((q**2).sum(-1) + 1e-6) if normalize_q else np.ones(q.shape[:3])
+    kn = 1 / np.sqrt((k**2).sum(-1) + 1e-6) if normalize_k else np.ones(k.shape[:3])
+    q_hat, k_hat = q * qn[..., None], k * kn[..., None]
+    strength = x["eta"] if name == "kaczmarz" else x["beta"]
+    square = (k_hat**2).sum(-1) + eps if name == "kaczmarz" else np.ones(k.shape[:3])
+    beta = strength / np.where(square > 0, square, np.inf)
+    decay = np.exp(x["log_decay"]) if "log_decay" in x else np.ones(beta.shape)
+    B, T, H, V = x["v"].shape
+    S = np.zeros((B, H, k.shape[-1], V)) if state is None else np.asarray(state.S, np.float64)
+    before = []
+    for t in range(T):
+        before.append(S)
+        S = decay[:, t, :, None, None] * S
+        error = x["v"][:, t] - np.einsum("bhkv,bhk->bhv", S, k_hat[:, t])
+        S = S + np.einsum("bhk,bhv->bhkv", k_hat[:, t], beta[:, t, :, None] * error)
+    dS = np.asarray(final, np.float64)
+    d = {key: np.zeros(a.shape) for key, a in {**x, "q": q, "k": k, "beta": beta, "log_decay": beta}.items()}
+    for t in reversed(range(T)):
+        S = decay[:, t, :, None, None] * before[t]
+        error = x["v"][:, t] - np.einsum("bhkv,bhk->bhv", S, k_hat[:, t])
+        write = beta[:, t, :, None] * error
+        do = scale * np.asarray(output, np.float64)[:, t]
+        after = S + np.einsum("bhk,bhv->bhkv", k_hat[:, t], write)
+        d["q"][:, t] = np.einsum("bhkv,bhv->bhk", after, do)
+        dS = dS + np.einsum("bhk,bhv->bhkv", q_hat[:, t], do)
+        dwrite = np.einsum("bhkv,bhk->bhv", dS, k_hat[:, t])
+        derror = beta[:, t, :, None] * dwrite
+        d["k"][:, t] = np.einsum("bhkv,bhv->bhk", dS, write) - np.einsum("bhkv,bhv->bhk", S, derror)
+        d["v"][:, t] = derror
+        d["beta"][:, t] = (dwrite * error).sum(-1)
+        dS = dS - np.einsum("bhk,bhv->bhkv", k_hat[:, t], derror)
+        d["log_decay"][:, t] = (dS * S).sum((-1, -2))
+        dS = decay[:, t, :, None, None] * dS
+    if name == "kaczmarz":
+        d["k"] -= 2 * (d["beta"] * beta / np.where(square > 0, square, np.inf))[..., None] * k_hat
+        d["eta"] = d["beta"] / np.where(square > 0, square, np.inf)
+    for key, raw, hat, norm in (("q", q, q_hat, qn), ("k", k, k_hat, kn)):
+        if normalize_q if key == "q" else normalize_k:
+            d[key] = norm[..., None] * (d[key] - hat * norm[..., None] * (d[key] * raw).sum(-1, keepdims=True))
+        d[key] = d[key].reshape(B, T, -1, group, raw.shape[-1]).sum(3)
+    return {key: d[key] for key in x} | ({} if state is None else {"initial_state": dS})
+
+
+def check(case, report=False):
+    """Asserts output and final state, and the gradients of all arguments."""
     name, drawn, options = CASES[case]
     inputs, state = draw(name, **drawn)
     call, arguments = forward(name, inputs, state, **options)
+    random = np.random.default_rng(7)
     with pallas_kernels.interpret():
-        output, final, *states = call(*arguments)
+        (output, final), back = jax.vjp(call, *arguments)
+        given = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in (output, final)]
+        grads = dict(zip(("q", "k", "v", "strength", "log_decay", "initial_state"), back(tuple(given)), strict=True))
     options = {key: value for key, value in options.items() if key not in ("config", "save_states")}
     wanted, last = reference(name, inputs, initial_state=state, **options)
     dtype = str(output.dtype)
-    assert_close(output, wanted, limit("output", dtype), f"{case}: output")
-    assert_close(final, last["S"], limit("state", dtype), f"{case}: final state")
     assert output.dtype == inputs["v"].dtype
     assert final.dtype == jnp.float32
-    if not states:
-        return
-    (states,) = states
-    if state is not None:
-        assert_close(states[:, :, 0], state.S, 1e-6, f"{case}: first state")
-    for n in range(1, states.shape[2]):
-        until = {key: a[:, : n * CHUNK] for key, a in inputs.items()}
-        _, at = reference(name, until, initial_state=state, **options)
-        assert_close(states[:, :, n], at["S"], limit("state", dtype), f"{case}: state {n}")
+    assert_close(output, wanted, limit("output", dtype), f"{case}: output")
+    assert_close(final, last["S"], limit("state", dtype), f"{case}: final state")
+    for key, grad in gradients(name, inputs, state, *given, scale=inputs["k"].shape[-1] ** -0.5, **options).items():
+        ours = grads["strength" if key in ("beta", "eta") else key]
+        bound = {"q": 8e-3, "k": 8e-3, "v": 8e-3, "initial_state": 8e-3}.get(key, 2e-2)
+        if report:
+            error = np.linalg.norm(np.asarray(ours, np.float64) - grad) / max(np.linalg.norm(grad), 1e-30)
+            print(f"{case:24s} {key:14s} {error:.2e} of {np.linalg.norm(grad):.2e}")
+        else:
+            assert_close(ours, grad, bound, f"{case}: gradient of {key}")
 
 
 if __name__ == "__main__":
-    for case in sys.argv[1:] or CASES:
-        check(case)
+    report = "--report" in sys.argv
+    for case in [a for a in sys.argv[1:] if not a.startswith("--")] or CASES:
+        check(case, report)
         print("ok", case, flush=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from delta_rule_program import CASES, TWO, draw, forward
 
-from pallas_kernels.delta_rule.api import delta_rule_forward, supports
+from pallas_kernels.delta_rule.api import delta_rule, supports
 from pallas_kernels.delta_rule.tuning import Config, forward_config
 
 QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
@@ -68,15 +68,15 @@ def test_refusals_say_why():
     assert "48" in supports(q[..., :48], k[..., :48], v)
     assert "Hopper" in supports(q, k, v, device=jax.devices("cpu")[0])
     with pytest.raises(NotImplementedError, match="48"):
-        delta_rule_forward(q[..., :48], k[..., :48], v, beta, scale=1.0)
+        delta_rule(q[..., :48], k[..., :48], v, beta, scale=1.0)
     with pytest.raises(ValueError, match=r"k: shape .* wanted .*K"):
-        delta_rule_forward(q, k[..., :32], v, beta, scale=1.0)
+        delta_rule(q, k[..., :32], v, beta, scale=1.0)
     with pytest.raises(TypeError, match="v: dtype float32 given"):
-        delta_rule_forward(q, k, v.astype(jnp.float32), beta, scale=1.0)
+        delta_rule(q, k, v.astype(jnp.float32), beta, scale=1.0)
     with pytest.raises(ValueError, match="multiple"):
-        delta_rule_forward(*(jnp.repeat(a, 2, axis=2) for a in (q, k)), v, beta, scale=1.0)
+        delta_rule(*(jnp.repeat(a, 2, axis=2) for a in (q, k)), v, beta, scale=1.0)
     with pytest.raises(ValueError, match="tiles"):
-        delta_rule_forward(q, k, v, beta, scale=1.0, config=TWO)
+        delta_rule(q, k, v, beta, scale=1.0, config=TWO)
 
 
 def test_settings_are_checked():

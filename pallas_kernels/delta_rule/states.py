@@ -1,4 +1,4 @@
-"""The forward pass over states: DeltaNet, Gated DeltaNet and KLA in one kernel, on Hopper in Pallas Mosaic GPU.
+"""The two passes over states, forward with the state and back with its gradient: one kernel with two steps.
 
 The chunk form. With G the sums of log decays in a chunk of C = 64 tokens, L_ij = e^{G_i - G_j} for i >= j, and S_0 the
 state [K, V] before the chunk,
@@ -7,9 +7,15 @@ state [K, V] before the chunk,
 L2 norms, KLA's coefficient, strengths and `scale` are weights of rows and columns around products of the raw q, k and v.
 Inverses and weights come from `inverse.solve`, which works on all chunks at once.
 
+Backward, from the last chunk to the first, with X the inverse, P the scores and dS the gradient of the chunk's last state,
+    dE = P^T dO + w K dS,   dR = X^T dE,   dS <- e^{G_C} dS + (e^G Q)^T dO - (e^G K)^T dR,
+where w are the weights that errors are written with, and R the residual before the inverse. The rest of the gradients is
+local to chunks: `gradients` computes it for all chunks at once, from dR and the saved states and their gradients.
+
 Floors at B, T, H, K, V = 8, 2048, 16, 128, 128 in bfloat16, for a card that copies 4.25 TB/s and reaches 724 TFLOP/s.
     Bytes: q, k, v and o once, 268 MB, and inverses and vectors, 41 MB: 0.073 ms.
     Operations: 9.4 MFLOP a chunk, 39 GFLOP, 0.053 ms.
+Backward the same. The states, 16 bit, are 134 MB more, 0.032 ms, in each direction.
 
 Who does what. A program is one row of the batch and one value head, all of V or a part of it (`Config.tiles`), and
 walks over the chunks in order. Its warpgroups:
@@ -37,18 +43,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta_rule.tiles import (
-    COLUMN,
     COMPILER,
-    ROW,
     TILE,
     Products,
     Ref,
     Variant,
-    by_column,
     by_row,
-    index,
-    square_sums,
+    normalized,
+    score_weights,
     tiles_buffer,
+    weight,
+    zeros,
 )
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 
@@ -60,23 +65,9 @@ _SLOTS = 2  # scores of chunks: one being read, one being written
 
 def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref]) -> None:
     """Writes "scores", of queries against writes, and "read", what the state is read with."""
-    row, column = index(0), index(1)
     (scores,) = product((x["q"], x["k"].T))
-    query = plgpu.layout_cast(jnp.full((_C,), scale, jnp.float32), ROW)
-    if variant.normalize_q:
-        query = query * lax.rsqrt(square_sums(x["q"]) + 1e-6)
-    weights = by_column(plgpu.load(x["column"], layout=COLUMN))
-    if variant.gated:
-        spans = [
-            by_row(plgpu.load(x[name + "_row"], layout=ROW)) - by_column(plgpu.load(x[name], layout=COLUMN))
-            for name in ("coarse", "fine")
-        ]
-        weights = weights * jnp.exp2(jnp.where(row >= column, spans[0] + spans[1], -jnp.inf))
-        x["read"][...] = query * plgpu.load(x["start"], layout=ROW)
-    else:
-        weights = jnp.where(row >= column, weights, 0.0)
-        x["read"][...] = query
-    x["scores"][...] = (scores * weights * by_row(query)).astype(x["scores"].dtype)
+    weights, x["read"][...] = score_weights(variant, scale, x)
+    x["scores"][...] = (scores * weights).astype(x["scores"].dtype)
     plgpu.commit_smem()
 
 
@@ -91,32 +82,51 @@ def _advance(
     (expected,) = product((state.astype(dtype), x["k"].T))
     values = plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32)
 
-    def weight(name: str) -> Array:
-        return by_column(plgpu.load(x[name], layout=COLUMN), VALUE_TILE)
-
     if "erase" in x:
-        residual = values * weight("value") - expected * weight("erase")
+        residual = values * weight(x["value"]) - expected * weight(x["erase"])
     else:
-        residual = (values - expected) * weight("value")
-    # float16 has three more bits than bfloat16 but a short range: each value channel is brought to at most 1 for it.
-    # Channels do not mix in what follows.
-    size = jnp.maximum(jnp.max(jnp.abs(residual), axis=1), 1e-30)
-    (errors,) = product(((residual * by_row(1 / size)).astype(jnp.float16), x["solve"].T))
+        residual = (values - expected) * weight(x["value"])
+    # Value channels do not mix in what follows.
+    residual, size = normalized(residual)
+    (errors,) = product((residual, x["solve"].T))
     errors = errors * by_row(size)
-    writes = (errors * weight("write")).astype(dtype)
+    writes = (errors * weight(x["write"])).astype(dtype)
     # The narrow copy of the state is made again: kept, it would take 32 registers through all of the above.
     state = lax.optimization_barrier(state)
     memory = state.astype(dtype)
     if variant.gated:
         state = state * x["start"][_C - 1]
-    nothing = plgpu.layout_cast(jnp.zeros((VALUE_TILE, _C), jnp.float32), TILE)
-    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(nothing, state))
+    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
     wait()
-    (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight("read"),))
+    (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight(x["read"]),))
     return output, state
 
 
-def run(
+def _retreat(
+    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None]
+) -> tuple[Array, Array]:
+    """The transposed gradient of the residual [64 v, C] of a chunk, and that of the state before it, [64 v, K].
+
+    state: the gradient of the state after the chunk. x: as for `_advance`, with the outputs' gradients for "v".
+    """
+    dtype = x["k"].dtype
+    (errors,) = product((state.astype(dtype), x["k"].T))
+    outputs = plgpu.load(x["v"].T, layout=TILE)
+    errors = errors * weight(x["write"])
+    wait()
+    (errors,) = product((outputs, x["scores"]), add=(errors,))
+    errors, size = normalized(errors)
+    outputs = (outputs.astype(jnp.float32) * weight(x["read"])).astype(dtype)
+    if variant.gated:
+        state = state * x["start"][_C - 1]
+    residual, state = product((errors, x["solve"]), (outputs, x["q"]), add=(zeros(VALUE_TILE, _C), state))
+    residual = residual * by_row(size)
+    erased = (residual * -weight(x["erase" if "erase" in x else "value"])).astype(dtype)
+    (state,) = product((erased, x["k"]), add=(state,))
+    return residual, state
+
+
+def walk(
     q: Array,
     k: Array,
     v: Array,
@@ -127,13 +137,20 @@ def run(
     scale: float,
     variant: Variant,
     config: Config,
+    backward: bool = False,
     save_states: bool = False,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Output [B, T, H, V], transposed final state [B, H, V, K] in float32 and, where asked for, the states before chunks.
+    """Output [B, T, H, V], transposed last state [B, H, V, K] in float32 and, where asked for, the states before chunks.
 
-    q, k: [B, T, Hk, K], v: [B, T, H, V], 16 bit, T a multiple of 8; inverses, vectors: of `inverse.solve`;
-    initial_state: transposed, [B, H, V, K]. States: [B, H, N, V, K] in the dtype of k.
+    Backward, the last chunk comes first: from the outputs' gradients and the final state's to the residuals' gradients
+    [B, T, H, V], the initial state's and, where asked for, those of the states after chunks.
+
+    Args:
+        q, k: [B, T, Hk, K], 16 bit, T a multiple of 8. v: [B, T, H, V], the values or the outputs' gradients.
+        inverses, vectors: of `inverse.solve`.
+        initial_state: transposed, [B, H, V, K], of the first chunk of the walk; None for zeros.
+        save_states: states are also returned, [B, H, N, V, K] in the dtype of k.
     """
     B, T, Hk, K = k.shape
     H, V = v.shape[2:]
@@ -142,6 +159,7 @@ def run(
     parts = V // (VALUE_TILE * tiles)
     dtype = k.dtype
     product = Products(interpret is not None)
+    step = _retreat if backward else _advance
 
     inputs = {"q": q, "k": k, "v": v, "solve": inverses, "vectors": vectors}
     if initial_state is not None:
@@ -154,8 +172,6 @@ def run(
         outputs["states"] = jax.ShapeDtypeStruct((B, H, N, V, K), dtype)
 
     names = variant.vectors
-    # A copy of their own for the sums that are read along rows: one buffer read along rows and along columns keeps the
-    # compiler's search for layouts from ending.
     sums = ("coarse_row", "fine_row") if variant.gated else ()
     scratch = {
         "loaded": {
@@ -164,13 +180,13 @@ def run(
             "v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype),
             "solve": tiles_buffer((stages, _C, _C), jnp.float16),
             "vectors": plgpu.SMEM((stages, len(names), _C), jnp.float32),
-            **{name: plgpu.SMEM((stages, _C), jnp.float32) for name in sums},
+            **{name: plgpu.SMEM((_SLOTS, _C), jnp.float32) for name in sums},
         },
         "prepared": {
             "scores": tiles_buffer((_SLOTS, _C, _C), dtype),
             "read": plgpu.SMEM((_SLOTS, _C), jnp.float32),
         },
-        "staged": tiles_buffer((tiles, _C, VALUE_TILE), dtype),
+        "staged": tiles_buffer((tiles, 2, _C, 64), dtype),
         "arrived": plgpu.Barrier(num_arrivals=4 + tiles + len(sums), num_barriers=stages),
         "ready": plgpu.Barrier(num_barriers=_SLOTS),
         "consumed": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
@@ -183,9 +199,12 @@ def run(
         part, head = lax.rem(program, parts), lax.rem(lax.div(program, parts), H)
         batch = lax.div(program, parts * H)
         key_head = lax.div(head, H // Hk)
+        place = lambda n: N - 1 - n if backward else n
 
         def fetch(n: Any) -> None:
-            stage, rows = lax.rem(n, stages), pl.ds(n * _C, _C)
+            stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
+            n = place(n)
+            rows = pl.ds(n * _C, _C)
             barrier = arrived.at[stage]
             for name in ("k", "q"):
                 plgpu.copy_gmem_to_smem(hbm[name].at[batch, rows, key_head], loaded[name].at[stage], barrier)
@@ -196,11 +215,12 @@ def run(
             for name in ("solve", "vectors"):
                 plgpu.copy_gmem_to_smem(hbm[name].at[batch, head, n], loaded[name].at[stage], barrier)
             for j, name in enumerate(sums):
-                plgpu.copy_gmem_to_smem(hbm["vectors"].at[batch, head, n, j], loaded[name].at[stage], barrier)
+                plgpu.copy_gmem_to_smem(hbm["vectors"].at[batch, head, n, j], loaded[name].at[slot], barrier)
 
         def at(stage: Any) -> dict[str, Ref]:
-            x = {name: loaded[name].at[stage] for name in ("q", "k", "solve", *sums)}
-            return x | {name: loaded["vectors"].at[stage, j] for j, name in enumerate(names)}
+            x = {name: loaded[name].at[stage] for name in ("q", "k", "solve")}
+            x |= {name: loaded["vectors"].at[stage, j] for j, name in enumerate(names)}
+            return x | {"start_row": x["start"]} if variant.gated else x
 
         def set_registers(wanted: int | None) -> None:
             if wanted is not None:
@@ -227,6 +247,7 @@ def run(
 
                 plgpu.barrier_wait(arrived.at[stage])
                 x = at(stage) | {name: ref.at[slot] for name, ref in prepared.items()}
+                x |= {name: loaded[name].at[slot] for name in sums}
                 _score(product, variant, scale, x)
                 plgpu.barrier_arrive(ready.at[slot])
 
@@ -241,24 +262,38 @@ def run(
             if initial_state is not None:
                 first = plgpu.load(hbm["initial"].at[batch, head, columns], layout=TILE, optimized=False)
             else:
-                first = plgpu.layout_cast(jnp.zeros((VALUE_TILE, K), jnp.float32), TILE)
+                first = zeros(VALUE_TILE, K)
 
             def chunk(n: Array, state: Array) -> Array:
                 stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
-                if save_states:
-                    hbm["states"].at[batch, head, n, columns][...] = state.astype(dtype)
+                sends = K // 64 if save_states else 0  # before the output
+
+                def send(j: int, write: Callable[[Ref], None], target: Ref) -> None:
+                    buffer = staged.at[group, lax.rem(n * (sends + 1) + j, 2)]
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    write(buffer)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(buffer, target)
+
+                for j in range(sends):
+                    keys = pl.ds(j * 64, 64)
+
+                    def write_state(buffer: Ref, j: int = j) -> None:
+                        buffer[...] = state[:, j * 64 : (j + 1) * 64].astype(dtype)
+
+                    send(j, write_state, hbm["states"].at[batch, head, place(n), columns, keys])
                 plgpu.barrier_wait(arrived.at[stage])
                 x = at(stage) | {"v": loaded["v"].at[stage, group]}
                 x |= {name: ref.at[slot] for name, ref in prepared.items()}
-                output, state = _advance(product, variant, state, x, lambda: plgpu.barrier_wait(ready.at[slot]))
+                output, state = step(product, variant, state, x, lambda: plgpu.barrier_wait(ready.at[slot]))
                 # Values were read by ordinary loads; the fence orders these before the copy that overwrites them.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(consumed.at[stage])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staged.at[group].T[...] = output.astype(dtype)
-                plgpu.commit_smem()
-                target = hbm["output"].at[batch, pl.ds(n * _C, _C), head, columns]
-                plgpu.copy_smem_to_gmem(staged.at[group], target)
+
+                def write_output(buffer: Ref) -> None:
+                    buffer.T[...] = output.astype(dtype)
+
+                send(sends, write_output, hbm["output"].at[batch, pl.ds(place(n) * _C, _C), head, columns])
                 return state
 
             last = lax.fori_loop(0, N, chunk, first)
