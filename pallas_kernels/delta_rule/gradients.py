@@ -39,13 +39,13 @@ from pallas_kernels.delta_rule.tiles import (
     Ref,
     Variant,
     by_row,
-    decay_weights,
     index,
     normalized,
-    score_weights,
+    query_weights,
     square_sums,
     tiles_buffer,
     weight,
+    write_weights,
     zeros,
 )
 from pallas_kernels.delta_rule.tuning import CHUNK, GRADIENT_REGISTERS, MULTIPROCESSORS, VALUE_TILE
@@ -117,17 +117,17 @@ def run(
             "by_row": plgpu.SMEM((2, len(names), _C), jnp.float32),
         },
         "once": {
-            "q": tiles_buffer((_C, K), dtype),
-            "v": tiles_buffer((_C, V), dtype),  # and then the errors
-            "outputs": tiles_buffer((_C, V), dtype),
-            "residuals": tiles_buffer((_C, V), dtype),
-            "states": tiles_buffer((V, K), dtype),
-            "dstates": tiles_buffer((V, K), dtype),
-            "solve": tiles_buffer((_C, _C), jnp.float16),
+            "q": tiles_buffer((1, _C, K), dtype),
+            "v": tiles_buffer((1, _C, V), dtype),  # and then the errors
+            "outputs": tiles_buffer((1, _C, V), dtype),
+            "residuals": tiles_buffer((1, _C, V), dtype),
+            "states": tiles_buffer((1, V, K), dtype),
+            "dstates": tiles_buffer((1, V, K), dtype),
+            "solve": tiles_buffer((1, _C, _C), jnp.float16),
+            # dP and dA, and then, as their products have ended, dK of the first and last key columns on its way out.
+            "scores": tiles_buffer((1, _C, _C), dtype),
+            "system": tiles_buffer((1, _C, _C), dtype),
         },
-        # dP and dA, and then, as their products have ended, dK of the first and last key columns on its way out.
-        "scores": tiles_buffer((_C, _C), dtype),
-        "system": tiles_buffer((_C, _C), dtype),
         "staged": tiles_buffer((groups, _C, 64), dtype),
         "partial": plgpu.SMEM((groups, len(rows), _C), jnp.float32),
         "total": plgpu.SMEM((3, _C), jnp.float32),
@@ -141,7 +141,7 @@ def run(
         "done": plgpu.Barrier(num_arrivals=groups + 1),
     }
 
-    def body(*refs: Ref, twice, once, scores, system, staged, partial, total, gates, **barriers) -> None:
+    def body(*refs: Ref, twice, once, staged, partial, total, gates, **barriers) -> None:
         hbm = dict(zip((*inputs, *results), refs, strict=True))
         program, group = lax.axis_index("program"), lax.axis_index("group")
         count = lax.div(units - program + programs - 1, programs)
@@ -167,13 +167,13 @@ def run(
             for name in _EARLY:
                 chunked = name in ("states", "dstates", "solve")
                 source = hbm[name].at[batch, head, n] if chunked else hbm[name].at[batch, tokens, head]
-                plgpu.copy_gmem_to_smem(source, once[name], barriers["early_there"])
+                plgpu.copy_gmem_to_smem(source, once[name].at[0], barriers["early_there"])
 
             @pl.when(i > 0)
             def _all() -> None:
                 plgpu.barrier_wait(barriers["all_free"])
 
-            plgpu.copy_gmem_to_smem(hbm["q"].at[batch, tokens, key_head], once["q"], barriers["queries_there"])
+            plgpu.copy_gmem_to_smem(hbm["q"].at[batch, tokens, key_head], once["q"].at[0], barriers["queries_there"])
 
         def meet() -> None:
             """Waits until all that computes is here; what was written to shared memory can then be read."""
@@ -187,13 +187,18 @@ def run(
             first, last = own == 0, own == groups - 1
             batch, head, n = where(i)
             slot, tokens, mine = lax.rem(i, 2), pl.ds(n * _C, _C), pl.ds(own * _KEY_TILE, _KEY_TILE)
-            x = {"k": twice["k"].at[slot], **once}
+            # Were it known that all chunks use the same memory, some 60 descriptors of products would be computed before
+            # the loop and, for want of registers, kept in memory.
+            nought = lax.optimization_barrier(lax.rem(i, 1))
+            x = {"k": twice["k"].at[slot]} | {name: ref.at[nought] for name, ref in once.items()}
+            scores, system = x.pop("scores"), x.pop("system")
             x |= {name: twice["by_column"].at[slot, j] for j, name in enumerate(columns)}
             x |= {name + "_row": twice["by_row"].at[slot, j] for j, name in enumerate(names)}
             erase = "erase" if "erase" in x else "value"
             row = lambda name: plgpu.load(x[name + "_row"], layout=ROW)
             tile = lambda name: plgpu.load(x[name].at[:, mine], layout=TILE).astype(jnp.float32)
             plgpu.barrier_wait(barriers["keys_there"].at[slot])
+            weights = write_weights(variant, x)
             plgpu.barrier_wait(barriers["early_there"])
 
             for part in range(own, tiles, groups):
@@ -229,18 +234,17 @@ def run(
             plgpu.barrier_arrive(barriers["early_free"])
 
             plgpu.barrier_wait(barriers["queries_there"])
-            weights, read = score_weights(variant, scale, x)
+            query, read = query_weights(variant, scale, x)
             # dK of the chunk before has left its buffer.
             plgpu.wait_smem_to_gmem(1 if own < tiles else 0, wait_read_only=True)
             if first:
-                scores[...] = (square[0] * weights).astype(dtype)
+                scores[...] = (square[0] * weights * by_row(query)).astype(dtype)
             if last:
                 r, c = index(0), index(1)
                 total.at[0][...] = jnp.sum(jnp.where(r == c, square[-1], 0.0), axis=1)
-                keyed, value = row("column"), row("value")
-                keyed = jnp.where(value < 0, keyed, -keyed)
-                weights = decay_weights(variant, x, r > c) * by_row(keyed)
-                system[...] = (square[-1] * weights).astype(dtype)
+                keyed = row("column")
+                weights = weights * by_row(jnp.where(row("value") < 0, keyed, -keyed))
+                system[...] = jnp.where(r > c, square[-1] * weights, 0.0).astype(dtype)
             dq = dq * by_row(read, _KEY_TILE)
             dk_erase = dk_erase * by_row(-row(erase), _KEY_TILE)
             dk_write = dk_write * by_row(row("write"), _KEY_TILE)

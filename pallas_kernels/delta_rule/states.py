@@ -50,9 +50,10 @@ from pallas_kernels.delta_rule.tiles import (
     Variant,
     by_row,
     normalized,
-    score_weights,
+    query_weights,
     tiles_buffer,
     weight,
+    write_weights,
     zeros,
 )
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
@@ -66,8 +67,8 @@ _SLOTS = 2  # scores of chunks: one being read, one being written
 def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref]) -> None:
     """Writes "scores", of queries against writes, and "read", what the state is read with."""
     (scores,) = product((x["q"], x["k"].T))
-    weights, x["read"][...] = score_weights(variant, scale, x)
-    x["scores"][...] = (scores * weights).astype(x["scores"].dtype)
+    query, x["read"][...] = query_weights(variant, scale, x)
+    x["scores"][...] = (scores * write_weights(variant, x) * by_row(query)).astype(x["scores"].dtype)
     plgpu.commit_smem()
 
 

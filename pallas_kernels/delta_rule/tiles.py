@@ -127,24 +127,22 @@ def zeros(*shape: int) -> Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), TILE)
 
 
-def score_weights(variant: Variant, scale: float, x: dict[str, Ref]) -> tuple[Array, Array]:
-    """The weights [64, 64] of scores q k^T and of what the state is read with [64]."""
-    row, column = index(0), index(1)
+def query_weights(variant: Variant, scale: float, x: dict[str, Ref]) -> tuple[Array, Array]:
+    """The weights [64] of rows of the scores, and of what the state is read with."""
     query = plgpu.layout_cast(jnp.full((CHUNK,), scale, jnp.float32), ROW)
     if variant.normalize_q:
         query = query * lax.rsqrt(square_sums(x["q"]) + NORM_EPS)
-    return decay_weights(variant, x, row >= column) * by_row(query), (
-        query * plgpu.load(x["start_row"], layout=ROW) if variant.gated else query
-    )
+    return query, query * plgpu.load(x["start_row"], layout=ROW) if variant.gated else query
 
 
-def decay_weights(variant: Variant, x: dict[str, Ref], where: Array) -> Array:
-    """Decay from writes (columns) to tokens (rows) times the weights of writes [64, 64], 0 outside of `where`."""
+def write_weights(variant: Variant, x: dict[str, Ref]) -> Array:
+    """Decay from writes (columns) up to tokens (rows) times the weights of writes [64, 64], 0 above the diagonal."""
+    lower = index(0) >= index(1)
     weights = weight(x["column"])
     if not variant.gated:
-        return jnp.where(where, weights, 0.0)
+        return jnp.where(lower, weights, 0.0)
     spans = [by_row(plgpu.load(x[name + "_row"], layout=ROW)) - weight(x[name]) for name in ("coarse", "fine")]
-    return weights * jnp.exp2(jnp.where(where, spans[0] + spans[1], -jnp.inf))
+    return weights * jnp.exp2(jnp.where(lower, spans[0] + spans[1], -jnp.inf))
 
 
 def square_sums(x: Ref) -> Array:

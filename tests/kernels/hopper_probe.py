@@ -33,7 +33,6 @@ CASES = {
     "gated, one row": ("gated_delta_rule", ROW, {"tiles": 2}),
     "gated, one row, one tile": ("gated_delta_rule", ROW, {"tiles": 1}),
     "gated, 64": ("gated_delta_rule", A | {"K": 64, "V": 64}, {}),
-    "gated, states": ("gated_delta_rule", A, {"tiles": 2, "save_states": True}),
     "gated, tail": ("gated_delta_rule", A | {"T": 2000}, {"tiles": 2}),
     "gated, long row": ("gated_delta_rule", LONG, {"tiles": 2}),
 }
