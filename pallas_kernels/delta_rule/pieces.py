@@ -47,10 +47,11 @@ def chain(
     scratch = {
         "high": tiles_buffer((2, K, K), jnp.bfloat16),
         "low": tiles_buffer((2, K, K), jnp.bfloat16),
-        "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        "offset": plgpu.SMEM((2, VALUE_TILE, K), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=3, num_barriers=2),
     }
 
-    def body(*refs: Ref, high, low, arrived) -> None:
+    def body(*refs: Ref, high, low, offset, arrived) -> None:
         hbm = dict(zip((*inputs, "states"), refs, strict=True))
         program = lax.axis_index("program")
         tile, head = lax.rem(program, tiles), lax.rem(lax.div(program, tiles), H)
@@ -63,6 +64,8 @@ def chain(
             for name, buffer in (("high", high), ("low", low)):
                 source = hbm[name].at[batch, place(n), head]
                 plgpu.copy_gmem_to_smem(source, buffer.at[slot], arrived.at[slot])
+            source = hbm["offsets"].at[batch, place(n), head, columns]
+            plgpu.copy_gmem_to_smem(source, offset.at[slot], arrived.at[slot])
 
         fetch(jnp.int32(0))
         if initial is None:
@@ -78,15 +81,16 @@ def chain(
             def _next() -> None:
                 fetch(n + 1)
 
-            offset = plgpu.load(hbm["offsets"].at[batch, place(n), head, columns], layout=TILE, optimized=False)
             wide = state.astype(jnp.bfloat16)
             narrow = (state - wide.astype(jnp.float32)).astype(jnp.bfloat16)
             plgpu.barrier_wait(arrived.at[slot])
             m_high, m_low = (x.at[slot].T if backward else x.at[slot] for x in (high, low))
+            after = plgpu.load(offset.at[slot], layout=TILE, optimized=False)
             for a, b in ((narrow, m_high), (wide, m_low), (wide, m_high)):
-                (offset,) = product((a, b), add=(offset,))
+                (after,) = product((a, b), add=(after,))
+            # Offsets were read by ordinary loads; the fence orders these before the copy that overwrites them.
             plgpu.commit_smem()
-            return offset
+            return after
 
         last = lax.fori_loop(0, P, piece, first)
         del last
