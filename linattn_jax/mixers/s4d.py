@@ -2,8 +2,8 @@
 
 Per channel, with N modes h: h <- e^{log_a} h + b x,  y = 2 Re(c . h) + d x.
 Inside a chunk every power of a is taken over its own span, as e^{tau log_a} with tau >= 0, by halving as in `gla`: it
-is exact for any decay, where a^i times a^{-j} would overflow. The powers come from log_a, as a itself, rounded to
-float32 near 1, has lost digits of the slow modes; the recurrent form, which multiplies by a, loses them.
+is exact for any decay, where a^i times a^{-j} would overflow. No form multiplies by a rounded to float32, which would
+lose the slow modes (`powers`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
+from linattn_jax.mixers.powers import Transition, counted, split_modes
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
@@ -154,17 +155,32 @@ def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precisi
     return span.over()[..., None] * x + jnp.swapaxes(written, -1, -2)
 
 
-def _token(call: Call, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
+def one_token(token: Callable[..., Any]) -> Callable[..., Any]:
+    """`token(call, a, state, x)`, with a the modes' transition, as a function of (call, state, x)."""
+    return lambda call, *rest: token(call, split_modes(call.parameters["log_a"]).transition(), *rest)
+
+
+def recurrent(call: Call, token: Callable[..., Any]) -> Callable[..., Any]:
+    """The form that scans `token(call, a, state, x)`."""
+
+    def form(inputs: dict[str, Array], state: Any, segments: Segments | None) -> tuple[Array, Any]:
+        a = split_modes(call.parameters["log_a"]).transition()
+        return call.recurrent(partial(token, call, a))(inputs, state, segments)
+
+    return form
+
+
+def _token(call: Call, a: Transition, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
     p = call.parameters
-    h = jnp.exp(p["log_a"]) * state.h + p["b"] * x["x"][..., None]
+    h = a.advance(state.h, p["b"] * x["x"][..., None])
     return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h)
 
 
 def _whole(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
     p = call.parameters
     offset = p["b"] * x["x"][..., None]
-    transition = jnp.broadcast_to(jnp.exp(p["log_a"]), offset.shape)
-    h = chunking.scan_affine(chunking.DIAGONAL, transition, offset, state.h, call.empty.h, segments)
+    ones = jnp.ones((1, offset.shape[1]), call.dtype)
+    h = chunking.scan_affine(counted(split_modes(p["log_a"])), ones, offset, state.h, call.empty.h, segments)
     return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h[:, -1])
 
 
@@ -252,7 +268,7 @@ def s4d(
         initial_segment_id=initial_segment_id,
     )
     forms = {
-        "recurrent": call.recurrent(partial(_token, call)),
+        "recurrent": recurrent(call, _token),
         "associative": call.associative(partial(_whole, call)),
         "chunkwise": _chunkwise(call, chunk_size),
     }
@@ -263,7 +279,7 @@ def s4d(
 def s4d_step(state: ModeState, x: Array, log_a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ModeState]:
     """One token of `s4d`: x [B, H]; returns y [B, H] and the new state."""
     arrays = {"x": x, "log_a": log_a, "b": b, "c": c, "d": d}
-    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty), _token)
+    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty), one_token(_token))
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")
