@@ -21,6 +21,7 @@ from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
 from linattn_jax.mixers.powers import Transition, counted, split_modes
 from linattn_jax.mixers.s4d import (
+    ModeTable,
     Span,
     make_span,
     mixed_product,
@@ -106,7 +107,7 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
 
 def _chunk(
     call: Call,
-    table: Array | None,
+    table: ModeTable,
     state: InterdomainState,
     x: dict[str, Array],
     segments: Segments | None,
@@ -114,7 +115,7 @@ def _chunk(
 ) -> tuple[Array, InterdomainState]:
     """One chunk. With p_i = sum_j (q_i . k_j) b a^{i - j} over the keys: q_i . u_m = 2 Re(c_m . p_i); so too values."""
     p, precision, q, k, v = call.parameters, call.precision, call.scale * x["q"], x["k"], x["v"]
-    span = make_span(p["log_a"], table, segments, q.shape[2], rows)
+    span = make_span(table, segments, q.shape[2], rows)
     from_start = span.from_start()
     keys, values = jnp.split(state.x, [k.shape[-1]], axis=-1)
     carried = from_start * mixed_product(q, jnp.swapaxes(keys, -1, -2), precision)
@@ -131,7 +132,7 @@ def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
     def form(
         inputs: dict[str, Array], state: InterdomainState, segments: Segments | None
     ) -> tuple[Array, InterdomainState]:
-        table = mode_table(call.parameters["log_a"], call.chunk(chunk_size)) if segments is None else None
+        table = mode_table(call.parameters["log_a"], call.chunk(chunk_size), call.sizes["T"])
         return call.chunkwise(partial(_chunk, call, table), chunk_size, counted=True)(inputs, state, segments)
 
     return form

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -19,7 +20,7 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
-from linattn_jax.mixers.powers import Transition, counted, split_modes
+from linattn_jax.mixers.powers import Modes, Transition, counted, split_modes
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
@@ -43,48 +44,71 @@ def _empty(sizes: Mapping[str, int], dtype: DTypeLike) -> ModeState:
     return s4d_init(sizes["B"], sizes["H"], sizes["N"], dtype=dtype)
 
 
+class ModeTable(NamedTuple):
+    """Powers of the modes that all chunks of a call of C rows share.
+
+    powers: a^0 to a^C, [H, C + 1, N].
+    whole, last: a over the C rows of a chunk and over the rows of the last, [H, N].
+    """
+
+    modes: Modes
+    powers: Array
+    whole: Transition
+    last: Transition
+
+
 class Span(NamedTuple):
-    """The rows of a chunk under modes log_a [H, N].
+    """The rows of a chunk under the modes of a table.
 
     position: [B or 1, C], real tokens of the chunk up to and with each row, as floats.
     number: [B or 1, C], resets up to and with each row.
     total: [B or 1], real tokens of the chunk.
-    table: for unpacked rows a^0 to a^C, [H, C + 1, N], which spares the exponentials in every chunk; else None.
+    packed: whether there are segments.
     """
 
-    log_a: Array
+    table: ModeTable
     position: Array
     number: Array
     total: Array
-    table: Array | None
+    packed: bool
 
-    def power(self, exponent: Array) -> Array:
-        """a^exponent [B or 1, H, ..., N] for exponents [B or 1, ...] >= 0."""
-        log_a = self.log_a.reshape(self.log_a.shape[0], *(1,) * (exponent.ndim - 1), self.log_a.shape[1])
-        return jnp.exp(exponent[:, None, ..., None] * log_a)
+    def power(self, exponent: Array, largest: int) -> Array:
+        """a^exponent [B or 1, H, ..., N] for whole exponents [B or 1, ...] from 0 to `largest`.
+
+        A product with ones and zeros: exact, and its gradient is a product too, where that of an index is a scatter.
+        """
+        chosen = (exponent[..., None] == jnp.arange(largest + 1)).astype(exponent.dtype)
+        powers = self.table.powers[:, : largest + 1]
+        parts = jnp.concatenate([powers.real, powers.imag], axis=-1)
+        parts = jnp.einsum("b...l,hln->bh...n", chosen, parts, precision=lax.Precision.HIGHEST)
+        return lax.complex(*jnp.split(parts, 2, axis=-1))
 
     def from_start(self) -> Array:
         """a to each row's position [B or 1, H, C, N], 0 behind a reset: the weight in it of the modes before."""
-        if self.table is not None:
-            return self.table[None, :, 1:]
-        return jnp.where((self.number == 0)[:, None, :, None], self.power(self.position), 0)
+        if not self.packed:
+            return self.table.powers[None, :, 1:]
+        first = (self.number == 0)[:, None, :, None]
+        return jnp.where(first, self.power(self.position, self.position.shape[1]), 0)
 
     def to_end(self) -> Array:
         """a to the real tokens after each row [B or 1, H, C, N], 0 before the last reset."""
-        if self.table is None:
-            last = (self.number == self.number[:, -1:])[:, None, :, None]
-            return jnp.where(last, self.power(self.total[:, None] - self.position), 0)
         length = self.position.shape[1]
-        falling = self.table[None, :, length - 1 :: -1] if length > 1 else self.table[None, :, :1]
+        if self.packed:
+            last = (self.number == self.number[:, -1:])[:, None, :, None]
+            return jnp.where(last, self.power(self.total[:, None] - self.position, length), 0)
+        powers = self.table.powers
+        falling = powers[None, :, length - 1 :: -1] if length > 1 else powers[None, :, :1]
         behind = jnp.zeros_like(falling)  # the rows there are zeros
         start = length - self.total[0].astype(jnp.int32)
         return lax.dynamic_slice_in_dim(jnp.concatenate([falling, behind], axis=2), start, length, axis=2)
 
-    def over(self) -> Array:
+    def over(self) -> Transition:
         """a to the real tokens of the chunk [B or 1, H, N], 0 where there is a reset: what is left of the modes."""
-        if self.table is not None:
-            return lax.dynamic_index_in_dim(self.table, self.total[0].astype(jnp.int32), axis=1, keepdims=False)[None]
-        return jnp.where((self.number[:, -1] == 0)[:, None, None], self.power(self.total), 0)
+        if self.packed:
+            exponent = jnp.where(self.number[:, -1] == 0, self.total, jnp.inf)
+            return self.table.modes.raised(exponent[:, None, None]).transition()
+        whole = self.total[0] == self.position.shape[1]
+        return jax.tree.map(lambda a, b: jnp.where(whole, a, b)[None], self.table.whole, self.table.last)
 
     def halves(self, size: int) -> tuple[Array, Array, Array | None]:
         """For blocks of two halves of `size` rows: a to the distance from the boundary, of later rows and of earlier.
@@ -92,29 +116,33 @@ class Span(NamedTuple):
         Both [B or 1, H, C / 2 size or 1, size, N]. Also where a pair of a later row and an earlier lies in one segment,
         [B, 1, C / 2 size, size, size], or None where all do.
         """
-        if self.table is not None:
-            later, earlier = self.table[:, 1 : size + 1], self.table[:, :size]
+        if not self.packed:
+            later, earlier = self.table.powers[:, 1 : size + 1], self.table.powers[:, :size]
             return later[None, :, None], earlier[None, :, None, ::-1], None
         blocks = self.number.shape[1] // (2 * size)
         position, number = (x.reshape(x.shape[0], blocks, 2, size) for x in (self.position, self.number))
         boundary = position[:, :, 0, -1:]
         together = number[:, :, 1, :, None] == number[:, :, 0, None, :]
-        return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
+        later, earlier = self.power(position[:, :, 1] - boundary, size), self.power(boundary - position[:, :, 0], size)
+        return later, earlier, together[:, None]
 
 
-def mode_table(log_a: Array, length: int) -> Array:
-    """a^0 to a^length [H, length + 1, N] of log_a [H, N]."""
-    return jnp.exp(jnp.arange(length + 1, dtype=log_a.real.dtype)[:, None] * log_a[:, None])
+def mode_table(log_a: Array, rows: int, length: int) -> ModeTable:
+    """The table of log_a [H, N] for chunks of `rows` of a call of `length`."""
+    modes = split_modes(log_a)
+    powers = jax.tree.map(lambda x: x[:, None], modes).raised(jnp.arange(rows + 1, dtype=log_a.real.dtype)[:, None])
+    whole, last = (modes.raised(jnp.asarray(n, log_a.real.dtype)) for n in (rows, (length - 1) % rows + 1))
+    return ModeTable(modes, powers.value(), whole.transition(), last.transition())
 
 
-def make_span(log_a: Array, table: Array | None, segments: Segments | None, length: int, rows: Array | int) -> Span:
-    """The span of `length` rows with these segments; without, the first `rows` of them are real, and take a table."""
-    real = log_a.real.dtype
+def make_span(table: ModeTable, segments: Segments | None, length: int, rows: Array | int) -> Span:
+    """The span of `length` rows with these segments; without, the first `rows` of them are real."""
+    real = table.powers.real.dtype
     if segments is None:
         position = jnp.arange(1, length + 1, dtype=real)[None]
-        return Span(log_a, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None], table)
+        return Span(table, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None], False)
     position = jnp.cumsum(segments.valid.astype(real), axis=-1)
-    return Span(log_a, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1], None)
+    return Span(table, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1], True)
 
 
 def real_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
@@ -152,7 +180,7 @@ def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None)
 def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precision | None) -> Array:
     """The modes x [B, H, N, D] after the chunk's rows y [B, H, C, D] have been written."""
     written = mixed_product(jnp.swapaxes(y, -1, -2), b[:, None] * span.to_end(), precision)
-    return span.over()[..., None] * x + jnp.swapaxes(written, -1, -2)
+    return span.over().expanded().advance(x, jnp.swapaxes(written, -1, -2))
 
 
 def one_token(token: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,15 +221,15 @@ def _kernel(call: Call, span: Span) -> Array:
 
 def _chunk(
     call: Call,
-    shared: tuple[Array, Array] | None,
+    table: ModeTable,
+    kernel: Array | None,
     state: ModeState,
     x: dict[str, Array],
     segments: Segments | None,
     rows: Array,
 ) -> tuple[Array, ModeState]:
     p, u = call.parameters, x["x"]
-    table, kernel = (None, None) if shared is None else shared
-    span = make_span(p["log_a"], table, segments, u.shape[2], rows)
+    span = make_span(table, segments, u.shape[2], rows)
     kernel, axes = (_kernel(call, span), "bhij") if kernel is None else (kernel, "hij")
     carried = 2 * real_product(span.from_start(), (p["c"] * state.h)[:, :, None], call.precision)[..., 0]
     y = carried + jnp.einsum(f"{axes},bhj->bhi", kernel, u, precision=call.precision) + p["d"][:, None] * u
@@ -213,11 +241,10 @@ def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
     """The chunkwise form; unpacked rows have one kernel for all chunks."""
 
     def form(inputs: dict[str, Array], state: ModeState, segments: Segments | None) -> tuple[Array, ModeState]:
-        rows, log_a, shared = call.chunk(chunk_size), call.parameters["log_a"], None
-        if segments is None:
-            table = mode_table(log_a, rows)
-            shared = table, _kernel(call, make_span(log_a, table, None, rows, rows))[0]
-        return call.chunkwise(partial(_chunk, call, shared), chunk_size, counted=True)(inputs, state, segments)
+        rows = call.chunk(chunk_size)
+        table = mode_table(call.parameters["log_a"], rows, call.sizes["T"])
+        kernel = _kernel(call, make_span(table, None, rows, rows))[0] if segments is None else None
+        return call.chunkwise(partial(_chunk, call, table, kernel), chunk_size, counted=True)(inputs, state, segments)
 
     return form
 

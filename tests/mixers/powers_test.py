@@ -58,7 +58,7 @@ def slow_inputs(name, decay, T, **sizes):
     return x | {"log_a": (-decay + 1j * x["log_a"].imag).astype(np.complex64)}
 
 
-FORMS = ("recurrent", "associative")
+FORMS = ("recurrent", "associative", "chunkwise")
 slow = pytest.mark.parametrize("decay", [1e-3, 1e-5])
 each = pytest.mark.parametrize(("name", "form"), [(name, form) for name in ("s4d", "interdomain") for form in FORMS])
 
