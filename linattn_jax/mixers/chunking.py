@@ -143,16 +143,25 @@ def scan_chunks(
 
 
 class Affine(NamedTuple):
-    """A kind of transition of S <- F S + G: its `product`, with which transitions also compose, and its `identity`."""
+    """A kind of transition of S <- F S + G.
 
-    product: Callable[[Array, Array], Array]
+    apply: F S, of F and S. compose: a later transition after an earlier one. identity: what changes nothing, shaped as
+    a given transition. forget: an entry of what forgets everything.
+    """
+
+    apply: Callable[[Array, Array], Array]
+    compose: Callable[[Array, Array], Array]
     identity: Callable[[Array], Array]
+    forget: float = 0.0
 
 
-DIAGONAL = Affine(jnp.multiply, jnp.ones_like)
+def _matrix_product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+DIAGONAL = Affine(jnp.multiply, jnp.multiply, jnp.ones_like)
 MATRIX = Affine(
-    lambda a, b: jnp.matmul(a, b, precision=lax.Precision.HIGHEST),
-    lambda a: jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape),
+    _matrix_product, _matrix_product, lambda a: jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
 )
 
 
@@ -166,16 +175,16 @@ def scan_affine(
     """
     if segments is not None:
         at = lambda mask, a: mask.reshape(mask.shape + (1,) * (a.ndim - 2))
-        start = jax.tree.map(lambda f, e: kind.product(f, e[:, None]), transition, empty)
+        start = jax.tree.map(lambda f, e: kind.apply(f, e[:, None]), transition, empty)
         offset = jax.tree.map(lambda g, s: jnp.where(at(segments.reset, g), g + s, g), offset, start)
-        transition = jax.tree.map(lambda f: jnp.where(at(segments.reset, f), 0, f), transition)
+        transition = jax.tree.map(lambda f: jnp.where(at(segments.reset, f), kind.forget, f), transition)
         transition = jax.tree.map(lambda f: jnp.where(at(segments.valid, f), f, kind.identity(f)), transition)
         offset = jax.tree.map(lambda g: masked(segments.valid, g), offset)
-    offset = jax.tree.map(lambda f, g, s: g.at[:, 0].add(kind.product(f[:, 0], s)), transition, offset, state)
+    offset = jax.tree.map(lambda f, g, s: g.at[:, 0].add(kind.apply(f[:, 0], s)), transition, offset, state)
 
     def combine(first: tuple[Pytree, Pytree], second: tuple[Pytree, Pytree]) -> tuple[Pytree, Pytree]:
         (f1, g1), (f2, g2) = first, second
-        return jax.tree.map(kind.product, f2, f1), jax.tree.map(lambda f, a, b: kind.product(f, a) + b, f2, g1, g2)
+        return jax.tree.map(kind.compose, f2, f1), jax.tree.map(lambda f, a, b: kind.apply(f, a) + b, f2, g1, g2)
 
     return lax.associative_scan(combine, (transition, offset), axis=1)[1]
 

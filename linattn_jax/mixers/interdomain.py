@@ -19,7 +19,19 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
-from linattn_jax.mixers.s4d import Span, make_span, mixed_product, mode_scores, mode_table, real_product, write_modes
+from linattn_jax.mixers.powers import Transition, counted, split_modes
+from linattn_jax.mixers.s4d import (
+    ModeTable,
+    Span,
+    make_span,
+    mixed_product,
+    mode_scores,
+    mode_table,
+    one_token,
+    real_product,
+    recurrent,
+    write_modes,
+)
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
@@ -61,10 +73,10 @@ def _read(q: Array, c: Array, x: Array) -> Array:
     return product("...hm,...hmv->...hv", product("...hk,...hmk->...hm", q, keys), values)
 
 
-def _token(call: Call, state: InterdomainState, x: dict[str, Array]) -> tuple[Array, InterdomainState]:
+def _token(call: Call, a: Transition, state: InterdomainState, x: dict[str, Array]) -> tuple[Array, InterdomainState]:
     p = call.parameters
     both = jnp.concatenate([x["k"], x["v"]], axis=-1)
-    modes = jnp.exp(p["log_a"])[..., None] * state.x + p["b"][..., None] * both[..., None, :]
+    modes = a.expanded().advance(state.x, p["b"][..., None] * both[..., None, :])
     return _read(call.scale * x["q"], p["c"], modes), InterdomainState(modes)
 
 
@@ -73,8 +85,8 @@ def _whole(
 ) -> tuple[Array, InterdomainState]:
     p = call.parameters
     offset = p["b"][..., None] * jnp.concatenate([x["k"], x["v"]], axis=-1)[..., None, :]
-    transition = jnp.broadcast_to(jnp.exp(p["log_a"])[..., None], (*offset.shape[:4], 1))
-    modes = chunking.scan_affine(chunking.DIAGONAL, transition, offset, state.x, call.empty.x, segments)
+    ones = jnp.ones((1, offset.shape[1]), call.dtype)
+    modes = chunking.scan_affine(counted(split_modes(p["log_a"])), ones, offset, state.x, call.empty.x, segments)
     return _read(call.scale * x["q"], p["c"], modes), InterdomainState(modes[:, -1])
 
 
@@ -95,7 +107,7 @@ def _query_modes(q: Array, k: Array, b: Array, span: Span, precision: lax.Precis
 
 def _chunk(
     call: Call,
-    table: Array | None,
+    table: ModeTable,
     state: InterdomainState,
     x: dict[str, Array],
     segments: Segments | None,
@@ -103,7 +115,7 @@ def _chunk(
 ) -> tuple[Array, InterdomainState]:
     """One chunk. With p_i = sum_j (q_i . k_j) b a^{i - j} over the keys: q_i . u_m = 2 Re(c_m . p_i); so too values."""
     p, precision, q, k, v = call.parameters, call.precision, call.scale * x["q"], x["k"], x["v"]
-    span = make_span(p["log_a"], table, segments, q.shape[2], rows)
+    span = make_span(table, segments, q.shape[2], rows)
     from_start = span.from_start()
     keys, values = jnp.split(state.x, [k.shape[-1]], axis=-1)
     carried = from_start * mixed_product(q, jnp.swapaxes(keys, -1, -2), precision)
@@ -120,7 +132,7 @@ def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
     def form(
         inputs: dict[str, Array], state: InterdomainState, segments: Segments | None
     ) -> tuple[Array, InterdomainState]:
-        table = mode_table(call.parameters["log_a"], call.chunk(chunk_size)) if segments is None else None
+        table = mode_table(call.parameters["log_a"], call.chunk(chunk_size), call.sizes["T"])
         return call.chunkwise(partial(_chunk, call, table), chunk_size, counted=True)(inputs, state, segments)
 
     return form
@@ -179,7 +191,7 @@ def interdomain(
         initial_segment_id=initial_segment_id,
     )
     forms = {
-        "recurrent": call.recurrent(partial(_token, call)),
+        "recurrent": recurrent(call, _token),
         "associative": call.associative(partial(_whole, call)),
         "chunkwise": _chunkwise(call, chunk_size),
     }
@@ -200,7 +212,8 @@ def interdomain_step(
 ) -> tuple[Array, InterdomainState]:
     """One token of `interdomain`: q, k [B, H, K], v [B, H, V]; returns output [B, H, V] and the new state."""
     arrays = {"q": q, "k": k, "v": v, "log_a": log_a, "b": b, "c": c}
-    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty, scale=1.0 if scale is None else scale), _token)
+    call = prepare_step(state, arrays, _ARGUMENTS, _empty, scale=1.0 if scale is None else scale)
+    return finish_step(call, one_token(_token))
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")

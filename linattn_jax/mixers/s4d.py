@@ -2,8 +2,8 @@
 
 Per channel, with N modes h: h <- e^{log_a} h + b x,  y = 2 Re(c . h) + d x.
 Inside a chunk every power of a is taken over its own span, as e^{tau log_a} with tau >= 0, by halving as in `gla`: it
-is exact for any decay, where a^i times a^{-j} would overflow. The powers come from log_a, as a itself, rounded to
-float32 near 1, has lost digits of the slow modes; the recurrent form, which multiplies by a, loses them.
+is exact for any decay, where a^i times a^{-j} would overflow. No form multiplies by a rounded to float32, which would
+lose the slow modes (`powers`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 from linattn_jax.mixers import chunking, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments
+from linattn_jax.mixers.powers import Modes, Transition, counted, split_modes
 from linattn_jax.mixers.state import serializable
 from linattn_jax.types import Argument, Array, complex_dtype
 
@@ -42,48 +44,71 @@ def _empty(sizes: Mapping[str, int], dtype: DTypeLike) -> ModeState:
     return s4d_init(sizes["B"], sizes["H"], sizes["N"], dtype=dtype)
 
 
+class ModeTable(NamedTuple):
+    """Powers of the modes that all chunks of a call of C rows share.
+
+    powers: a^0 to a^C, [H, C + 1, N].
+    whole, last: a over the C rows of a chunk and over the rows of the last, [H, N].
+    """
+
+    modes: Modes
+    powers: Array
+    whole: Transition
+    last: Transition
+
+
 class Span(NamedTuple):
-    """The rows of a chunk under modes log_a [H, N].
+    """The rows of a chunk under the modes of a table.
 
     position: [B or 1, C], real tokens of the chunk up to and with each row, as floats.
     number: [B or 1, C], resets up to and with each row.
     total: [B or 1], real tokens of the chunk.
-    table: for unpacked rows a^0 to a^C, [H, C + 1, N], which spares the exponentials in every chunk; else None.
+    packed: whether there are segments.
     """
 
-    log_a: Array
+    table: ModeTable
     position: Array
     number: Array
     total: Array
-    table: Array | None
+    packed: bool
 
-    def power(self, exponent: Array) -> Array:
-        """a^exponent [B or 1, H, ..., N] for exponents [B or 1, ...] >= 0."""
-        log_a = self.log_a.reshape(self.log_a.shape[0], *(1,) * (exponent.ndim - 1), self.log_a.shape[1])
-        return jnp.exp(exponent[:, None, ..., None] * log_a)
+    def power(self, exponent: Array, largest: int) -> Array:
+        """a^exponent [B or 1, H, ..., N] for whole exponents [B or 1, ...] from 0 to `largest`.
+
+        A product with ones and zeros: exact, and its gradient is a product too, where that of an index is a scatter.
+        """
+        chosen = (exponent[..., None] == jnp.arange(largest + 1)).astype(exponent.dtype)
+        powers = self.table.powers[:, : largest + 1]
+        parts = jnp.concatenate([powers.real, powers.imag], axis=-1)
+        parts = jnp.einsum("b...l,hln->bh...n", chosen, parts, precision=lax.Precision.HIGHEST)
+        return lax.complex(*jnp.split(parts, 2, axis=-1))
 
     def from_start(self) -> Array:
         """a to each row's position [B or 1, H, C, N], 0 behind a reset: the weight in it of the modes before."""
-        if self.table is not None:
-            return self.table[None, :, 1:]
-        return jnp.where((self.number == 0)[:, None, :, None], self.power(self.position), 0)
+        if not self.packed:
+            return self.table.powers[None, :, 1:]
+        first = (self.number == 0)[:, None, :, None]
+        return jnp.where(first, self.power(self.position, self.position.shape[1]), 0)
 
     def to_end(self) -> Array:
         """a to the real tokens after each row [B or 1, H, C, N], 0 before the last reset."""
-        if self.table is None:
-            last = (self.number == self.number[:, -1:])[:, None, :, None]
-            return jnp.where(last, self.power(self.total[:, None] - self.position), 0)
         length = self.position.shape[1]
-        falling = self.table[None, :, length - 1 :: -1] if length > 1 else self.table[None, :, :1]
+        if self.packed:
+            last = (self.number == self.number[:, -1:])[:, None, :, None]
+            return jnp.where(last, self.power(self.total[:, None] - self.position, length), 0)
+        powers = self.table.powers
+        falling = powers[None, :, length - 1 :: -1] if length > 1 else powers[None, :, :1]
         behind = jnp.zeros_like(falling)  # the rows there are zeros
         start = length - self.total[0].astype(jnp.int32)
         return lax.dynamic_slice_in_dim(jnp.concatenate([falling, behind], axis=2), start, length, axis=2)
 
-    def over(self) -> Array:
+    def over(self) -> Transition:
         """a to the real tokens of the chunk [B or 1, H, N], 0 where there is a reset: what is left of the modes."""
-        if self.table is not None:
-            return lax.dynamic_index_in_dim(self.table, self.total[0].astype(jnp.int32), axis=1, keepdims=False)[None]
-        return jnp.where((self.number[:, -1] == 0)[:, None, None], self.power(self.total), 0)
+        if self.packed:
+            exponent = jnp.where(self.number[:, -1] == 0, self.total, jnp.inf)
+            return self.table.modes.raised(exponent[:, None, None]).transition()
+        whole = self.total[0] == self.position.shape[1]
+        return jax.tree.map(lambda a, b: jnp.where(whole, a, b)[None], self.table.whole, self.table.last)
 
     def halves(self, size: int) -> tuple[Array, Array, Array | None]:
         """For blocks of two halves of `size` rows: a to the distance from the boundary, of later rows and of earlier.
@@ -91,29 +116,33 @@ class Span(NamedTuple):
         Both [B or 1, H, C / 2 size or 1, size, N]. Also where a pair of a later row and an earlier lies in one segment,
         [B, 1, C / 2 size, size, size], or None where all do.
         """
-        if self.table is not None:
-            later, earlier = self.table[:, 1 : size + 1], self.table[:, :size]
+        if not self.packed:
+            later, earlier = self.table.powers[:, 1 : size + 1], self.table.powers[:, :size]
             return later[None, :, None], earlier[None, :, None, ::-1], None
         blocks = self.number.shape[1] // (2 * size)
         position, number = (x.reshape(x.shape[0], blocks, 2, size) for x in (self.position, self.number))
         boundary = position[:, :, 0, -1:]
         together = number[:, :, 1, :, None] == number[:, :, 0, None, :]
-        return self.power(position[:, :, 1] - boundary), self.power(boundary - position[:, :, 0]), together[:, None]
+        later, earlier = self.power(position[:, :, 1] - boundary, size), self.power(boundary - position[:, :, 0], size)
+        return later, earlier, together[:, None]
 
 
-def mode_table(log_a: Array, length: int) -> Array:
-    """a^0 to a^length [H, length + 1, N] of log_a [H, N]."""
-    return jnp.exp(jnp.arange(length + 1, dtype=log_a.real.dtype)[:, None] * log_a[:, None])
+def mode_table(log_a: Array, rows: int, length: int) -> ModeTable:
+    """The table of log_a [H, N] for chunks of `rows` of a call of `length`."""
+    modes = split_modes(log_a)
+    powers = jax.tree.map(lambda x: x[:, None], modes).raised(jnp.arange(rows + 1, dtype=log_a.real.dtype)[:, None])
+    whole, last = (modes.raised(jnp.asarray(n, log_a.real.dtype)) for n in (rows, (length - 1) % rows + 1))
+    return ModeTable(modes, powers.value(), whole.transition(), last.transition())
 
 
-def make_span(log_a: Array, table: Array | None, segments: Segments | None, length: int, rows: Array | int) -> Span:
-    """The span of `length` rows with these segments; without, the first `rows` of them are real, and take a table."""
-    real = log_a.real.dtype
+def make_span(table: ModeTable, segments: Segments | None, length: int, rows: Array | int) -> Span:
+    """The span of `length` rows with these segments; without, the first `rows` of them are real."""
+    real = table.powers.real.dtype
     if segments is None:
         position = jnp.arange(1, length + 1, dtype=real)[None]
-        return Span(log_a, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None], table)
+        return Span(table, position, jnp.zeros((1, length), jnp.int32), jnp.asarray(rows, real)[None], False)
     position = jnp.cumsum(segments.valid.astype(real), axis=-1)
-    return Span(log_a, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1], None)
+    return Span(table, position, jnp.cumsum(segments.reset.astype(jnp.int32), axis=-1), position[:, -1], True)
 
 
 def real_product(a: Array, b: Array, precision: lax.Precision | None) -> Array:
@@ -151,20 +180,35 @@ def mode_scores(w: Array, b: Array, span: Span, precision: lax.Precision | None)
 def write_modes(x: Array, b: Array, y: Array, span: Span, precision: lax.Precision | None) -> Array:
     """The modes x [B, H, N, D] after the chunk's rows y [B, H, C, D] have been written."""
     written = mixed_product(jnp.swapaxes(y, -1, -2), b[:, None] * span.to_end(), precision)
-    return span.over()[..., None] * x + jnp.swapaxes(written, -1, -2)
+    return span.over().expanded().advance(x, jnp.swapaxes(written, -1, -2))
 
 
-def _token(call: Call, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
+def one_token(token: Callable[..., Any]) -> Callable[..., Any]:
+    """`token(call, a, state, x)`, with a the modes' transition, as a function of (call, state, x)."""
+    return lambda call, *rest: token(call, split_modes(call.parameters["log_a"]).transition(), *rest)
+
+
+def recurrent(call: Call, token: Callable[..., Any]) -> Callable[..., Any]:
+    """The form that scans `token(call, a, state, x)`."""
+
+    def form(inputs: dict[str, Array], state: Any, segments: Segments | None) -> tuple[Array, Any]:
+        a = split_modes(call.parameters["log_a"]).transition()
+        return call.recurrent(partial(token, call, a))(inputs, state, segments)
+
+    return form
+
+
+def _token(call: Call, a: Transition, state: ModeState, x: dict[str, Array]) -> tuple[Array, ModeState]:
     p = call.parameters
-    h = jnp.exp(p["log_a"]) * state.h + p["b"] * x["x"][..., None]
+    h = a.advance(state.h, p["b"] * x["x"][..., None])
     return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h)
 
 
 def _whole(call: Call, state: ModeState, x: dict[str, Array], segments: Segments | None) -> tuple[Array, ModeState]:
     p = call.parameters
     offset = p["b"] * x["x"][..., None]
-    transition = jnp.broadcast_to(jnp.exp(p["log_a"]), offset.shape)
-    h = chunking.scan_affine(chunking.DIAGONAL, transition, offset, state.h, call.empty.h, segments)
+    ones = jnp.ones((1, offset.shape[1]), call.dtype)
+    h = chunking.scan_affine(counted(split_modes(p["log_a"])), ones, offset, state.h, call.empty.h, segments)
     return 2 * jnp.sum((p["c"] * h).real, axis=-1) + p["d"] * x["x"], ModeState(h[:, -1])
 
 
@@ -177,15 +221,15 @@ def _kernel(call: Call, span: Span) -> Array:
 
 def _chunk(
     call: Call,
-    shared: tuple[Array, Array] | None,
+    table: ModeTable,
+    kernel: Array | None,
     state: ModeState,
     x: dict[str, Array],
     segments: Segments | None,
     rows: Array,
 ) -> tuple[Array, ModeState]:
     p, u = call.parameters, x["x"]
-    table, kernel = (None, None) if shared is None else shared
-    span = make_span(p["log_a"], table, segments, u.shape[2], rows)
+    span = make_span(table, segments, u.shape[2], rows)
     kernel, axes = (_kernel(call, span), "bhij") if kernel is None else (kernel, "hij")
     carried = 2 * real_product(span.from_start(), (p["c"] * state.h)[:, :, None], call.precision)[..., 0]
     y = carried + jnp.einsum(f"{axes},bhj->bhi", kernel, u, precision=call.precision) + p["d"][:, None] * u
@@ -197,11 +241,10 @@ def _chunkwise(call: Call, chunk_size: int | None) -> Callable[..., Any]:
     """The chunkwise form; unpacked rows have one kernel for all chunks."""
 
     def form(inputs: dict[str, Array], state: ModeState, segments: Segments | None) -> tuple[Array, ModeState]:
-        rows, log_a, shared = call.chunk(chunk_size), call.parameters["log_a"], None
-        if segments is None:
-            table = mode_table(log_a, rows)
-            shared = table, _kernel(call, make_span(log_a, table, None, rows, rows))[0]
-        return call.chunkwise(partial(_chunk, call, shared), chunk_size, counted=True)(inputs, state, segments)
+        rows = call.chunk(chunk_size)
+        table = mode_table(call.parameters["log_a"], rows, call.sizes["T"])
+        kernel = _kernel(call, make_span(table, None, rows, rows))[0] if segments is None else None
+        return call.chunkwise(partial(_chunk, call, table, kernel), chunk_size, counted=True)(inputs, state, segments)
 
     return form
 
@@ -252,7 +295,7 @@ def s4d(
         initial_segment_id=initial_segment_id,
     )
     forms = {
-        "recurrent": call.recurrent(partial(_token, call)),
+        "recurrent": recurrent(call, _token),
         "associative": call.associative(partial(_whole, call)),
         "chunkwise": _chunkwise(call, chunk_size),
     }
@@ -263,7 +306,7 @@ def s4d(
 def s4d_step(state: ModeState, x: Array, log_a: Array, b: Array, c: Array, d: Array) -> tuple[Array, ModeState]:
     """One token of `s4d`: x [B, H]; returns y [B, H] and the new state."""
     arrays = {"x": x, "log_a": log_a, "b": b, "c": c, "d": d}
-    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty), _token)
+    return finish_step(prepare_step(state, arrays, _ARGUMENTS, _empty), one_token(_token))
 
 
 _FORMS = ("recurrent", "associative", "chunkwise")

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import interpreting
-from pallas_kernels.delta_rule import gradients, inverse, states
+from pallas_kernels.delta_rule import gradients, inverse, states, tuning
+from pallas_kernels.delta_rule.pieces import chain, halves
 from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
-from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config, forward_config
+from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 from pallas_kernels.devices import not_hopper
 
 Array = jax.Array
@@ -65,7 +67,14 @@ class _Options:
     scale: float
     variant: Variant
     config: Config
+    pieces: int
     save_states: bool
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every walk is told."""
+        interpreter = plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
+        return {"scale": self.scale, "variant": self.variant, "config": self.config, "interpret": interpreter}
 
 
 def _fill(x: Array, **sizes: int) -> Array:
@@ -78,90 +87,98 @@ def _turned(x: Array) -> Array:
     return jnp.swapaxes(x, -1, -2)
 
 
-def _interpreter() -> Any:
-    return plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
-
-
-def _whole_tiles(*arrays: Array) -> list[Array]:
-    """Arrays [B, T, ...] up to a multiple of 8 tokens.
+def _in_pieces(options: _Options, *arrays: Array) -> list[Array]:
+    """Arrays [B, T, ...] as [B P, T', ...], T' a multiple of 8 tokens and, of several pieces, of chunks.
 
     The copy engine fills what is beyond an array with zeros, but wants whole tiles. Other lengths cost a copy.
     """
-    more = -arrays[0].shape[1] % TILE_ROWS
-    return [jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays]
+    B, T = arrays[0].shape[:2]
+    P = options.pieces
+    more = -T % (CHUNK * P if P > 1 else TILE_ROWS)
+    padded = (jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2))) for x in arrays)
+    return [x.reshape(B * P, -1, *x.shape[2:]) for x in padded]
 
 
 def _solve(options: _Options, k: Array, beta: Array, log_decay: Array | None) -> tuple[Array, Array]:
     def by_head(x: Array) -> Array:
         """[B, T, H] to [B, H, N C], a chunk in one piece; rows that fill the last chunk write and forget nothing."""
-        x = jnp.swapaxes(x.astype(jnp.float32), 1, 2)
+        (x,) = _in_pieces(options, x.astype(jnp.float32))
+        x = jnp.swapaxes(x, 1, 2)
         return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % CHUNK)))
 
     gates = by_head(beta), None if log_decay is None else by_head(log_decay)
-    return inverse.solve(k, *gates, variant=options.variant, interpret=_interpreter())
+    return inverse.solve(k, *gates, variant=options.variant, interpret=options.common["interpret"])
 
 
-def _forward(options: _Options, x: dict[str, Array]) -> tuple[Array, ...]:
-    """The output, the final state, and what the backward pass needs besides the arguments: inverses, vectors, states."""
-    T = x["v"].shape[1]
-    q, k, v = _whole_tiles(x["q"], x["k"], x["v"])
+def _starts(
+    options: _Options, walk: Callable[..., Any], maps: tuple[Array, Array], initial: Array | None, backward: bool
+) -> Array | None:
+    """The transposed states that the pieces' walks start from; walk: from zeros, without results."""
+    if options.pieces == 1:
+        return initial
+    (offsets,) = walk(None, results=False)
+    split = lambda x: x.reshape(-1, options.pieces, *x.shape[1:])
+    parts = tuple(map(split, maps))
+    interpret = options.common["interpret"]
+    starts = chain(parts, split(offsets), initial, backward=backward, interpret=interpret)
+    return starts.reshape(offsets.shape)
+
+
+def _forward(options: _Options, x: dict[str, Array]) -> tuple[tuple[Array, Array], dict[str, Array]]:
+    """Output and final state, and what the backward pass needs besides the arguments, where that is to be saved."""
+    B, T, H, V = x["v"].shape
+    q, k, v = _in_pieces(options, x["q"], x["k"], x["v"])
     inverses, vectors = _solve(options, k, x["beta"], x.get("log_decay"))
+    maps = ()
+    if options.pieces > 1:
+        (transitions,) = states.walk(q, k, None, inverses, vectors, None, results=False, **options.common)
+        maps = halves(transitions)
+    walk = partial(states.walk, q, k, v, inverses, vectors, **options.common)
     initial = _turned(x["initial_state"].astype(jnp.float32)) if "initial_state" in x else None
-    output, final, *saved = states.walk(
-        q,
-        k,
-        v,
-        inverses,
-        vectors,
-        initial,
-        scale=options.scale,
-        variant=options.variant,
-        config=options.config,
-        save_states=options.save_states,
-        interpret=_interpreter(),
-    )
-    result = output[:, :T], _turned(final)
-    return (*result, inverses, vectors, *saved) if options.save_states else result
+    final, output, *saved = walk(_starts(options, walk, maps, initial, False), save_states=options.save_states)
+    result = output.reshape(B, -1, H, V)[:, :T], _turned(final.reshape(B, -1, *final.shape[1:])[:, -1])
+    if not options.save_states:
+        return result, {}
+    extra = {"inverses": inverses, "vectors": vectors, "states": saved[0]}
+    return result, extra | dict(zip(("transitions", "remainders"), maps, strict=False))
 
 
 def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
     """The gradients of the arguments; x: these, what `_forward` saved, and the gradients of output and final state."""
-    T, Hk, K = x["k"].shape[1:]
+    B, T, Hk, K = x["k"].shape
     H = x["v"].shape[2]
-    q, k, v, output = _whole_tiles(x["q"], x["k"], x["v"], x["output"].astype(x["v"].dtype))
-    inverses, vectors, saved = x["inverses"], x["vectors"], x["states"]
-    common = {"scale": options.scale, "variant": options.variant, "interpret": _interpreter()}
-    residuals, initial, dstates = states.walk(
-        q,
-        k,
-        output,
-        inverses,
-        vectors,
-        _turned(x["final"].astype(jnp.float32)),
-        config=options.config,
-        backward=True,
-        save_states=True,
-        **common,
+    q, k, v, output = _in_pieces(options, x["q"], x["k"], x["v"], x["output"].astype(x["v"].dtype))
+    inverses, vectors = x["inverses"], x["vectors"]
+    walk = partial(states.walk, q, k, output, inverses, vectors, backward=True, **options.common)
+    maps = tuple(x[name] for name in ("transitions", "remainders") if name in x)
+    start = _starts(options, walk, maps, _turned(x["final"].astype(jnp.float32)), True)
+    initial, residuals, dstates = walk(start, save_states=True)
+    common = {name: value for name, value in options.common.items() if name != "config"}
+    dq, dk, dv, gates = gradients.run(
+        q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **common
     )
-    dq, dk, dv, gates = gradients.run(q, k, v, output, residuals, saved, dstates, inverses, vectors, **common)
+
+    def by_token(x: Array) -> Array:
+        return x.reshape(B, -1, *x.shape[2:])[:, :T]
 
     def of_keys(x: Array) -> Array:
         """From value heads to the key heads that they share."""
-        x = x[:, :T]
+        x = by_token(x)
         if H == Hk:
             return x
-        return x.reshape(*x.shape[:2], Hk, H // Hk, K).astype(jnp.float32).sum(3).astype(x.dtype)
+        return x.reshape(B, T, Hk, H // Hk, K).astype(jnp.float32).sum(3).astype(x.dtype)
 
-    by_token = lambda x: jnp.swapaxes(x.reshape(*x.shape[:2], -1)[..., :T], 1, 2)
+    gates = jnp.moveaxis(gates.reshape(*gates.shape[:3], 2, CHUNK), (2, 4), (1, 2))  # [B P, N, C, H, 2]
+    gates = by_token(gates.reshape(gates.shape[0], -1, H, 2))
     beta = x["beta"].astype(jnp.float32)
     beta = jnp.where(jnp.abs(beta) < LEAST_STRENGTH, jnp.where(beta < 0, -LEAST_STRENGTH, LEAST_STRENGTH), beta)
-    out = {"q": of_keys(dq), "k": of_keys(dk), "v": dv[:, :T], "beta": by_token(gates[..., 0, :]) / beta}
+    out = {"q": of_keys(dq), "k": of_keys(dk), "v": by_token(dv), "beta": gates[..., 0] / beta}
     if "log_decay" in x:
         # What forgets everything does so whatever its size.
         forgets = x["log_decay"].astype(jnp.float32) * LOG2_E < LEAST_LOG2_DECAY
-        out["log_decay"] = jnp.where(forgets, 0.0, by_token(gates[..., 1, :]))
+        out["log_decay"] = jnp.where(forgets, 0.0, gates[..., 1])
     if "initial_state" in x:
-        out["initial_state"] = _turned(initial)
+        out["initial_state"] = _turned(initial.reshape(B, -1, *initial.shape[1:])[:, 0])
     return {name: grad.astype(x[name].dtype) for name, grad in out.items()}
 
 
@@ -187,21 +204,19 @@ def _batched(function: Callable[..., Any], options: _Options) -> Callable[[dict[
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rule(options: _Options, x: dict[str, Array]) -> tuple[Array, Array]:
-    output, final = _batched(_forward, replace(options, save_states=False))(x)
-    return output, final
+    result, _ = _batched(_forward, replace(options, save_states=False))(x)
+    return result
 
 
 def _rule_forward(options: _Options, x: dict[str, Array]) -> tuple[tuple[Array, Array], Any]:
-    output, final, *saved = _batched(_forward, options)(x)
-    saved = dict(zip(("inverses", "vectors", "states"), saved, strict=False))
-    return (output, final), (x, {name: checkpoint_name(a, f"delta_rule_{name}") for name, a in saved.items()})
+    result, saved = _batched(_forward, options)(x)
+    return result, (x, {name: checkpoint_name(a, f"delta_rule_{name}") for name, a in saved.items()})
 
 
 def _rule_backward(options: _Options, saved: Any, given: tuple[Array, Array]) -> tuple[dict[str, Array]]:
     x, extra = saved
     if not extra:
-        _, _, *again = _batched(_forward, replace(options, save_states=True))(x)
-        extra = dict(zip(("inverses", "vectors", "states"), again, strict=True))
+        _, extra = _batched(_forward, replace(options, save_states=True))(x)
     output, final = given
     return (_batched(_backward, options)({**x, **extra, "output": output, "final": final}),)
 
@@ -223,6 +238,7 @@ def delta_rule(
     eps: float | None = None,
     save_states: bool = True,
     config: Config | None = None,
+    pieces: int | None = None,
 ) -> tuple[Array, Array]:
     """S <- S~ + beta k (v - S~^T k)^T with S~ = e^{log_decay} S, o = scale S^T q: output [B, T, H, V] and final state.
 
@@ -241,7 +257,8 @@ def delta_rule(
         normalize_q, normalize_k: x rsqrt(sum x^2 + 1e-6), in the kernel.
         eps: not None makes the strength beta / (||k||^2 + eps), in the kernel (KLA).
         save_states: False keeps the arguments alone for the backward pass, which then solves and walks forward again.
-        config: launch settings; None takes those of `tuning`.
+        config, pieces: launch settings, and into how many pieces, walked at once, rows are cut; None takes those of
+            `tuning`. More pieces of few long rows fill the card, at the cost of two more walks of half the work.
 
     Returns:
         The output in the dtype of v and the final state [B, H, K, V] in float32.
@@ -256,7 +273,8 @@ def delta_rule(
     B, T, H, V = v.shape
     K = k.shape[-1]
     wide = {"K": next(size for size in _SIZES if size >= K), "V": next(size for size in _SIZES if size >= V)}
-    config = config or forward_config(wide["V"])
+    pieces = pieces or tuning.pieces(B * H, pl.cdiv(T, CHUNK))
+    config = config or tuning.forward_config(wide["V"], B * H * pieces)
     if wide["V"] % (VALUE_TILE * config.tiles):
         tiles = wide["V"] // VALUE_TILE
         raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {tiles}.")
@@ -268,5 +286,5 @@ def delta_rule(
     arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     filled = {"q": {"K": wide["K"]}, "k": {"K": wide["K"]}, "v": {"V": wide["V"]}, "initial_state": wide}
     arrays = {name: _fill(x, **filled[name]) if name in filled else x for name, x in arrays.items()}
-    output, final = _rule(_Options(float(scale), variant, config, save_states), arrays)
+    output, final = _rule(_Options(float(scale), variant, config, pieces, save_states), arrays)
     return output[..., :V], final[..., :K, :V]

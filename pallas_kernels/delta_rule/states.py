@@ -73,20 +73,18 @@ def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref])
 
 
 def _advance(
-    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None]
-) -> tuple[Array, Array]:
+    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None] | None
+) -> tuple[Array | None, Array]:
     """The transposed output [64 v, C] of a chunk, and the transposed state [64 v, K] after it.
 
-    x: what was copied, and what `_score` wrote, which is there once `wait` returns.
+    x: what was copied, and what `_score` wrote, which is there once `wait` returns; without `wait` there is no output,
+    without "v" the values are zeros.
     """
     dtype = x["k"].dtype
     (expected,) = product((state.astype(dtype), x["k"].T))
-    values = plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32)
-
-    if "erase" in x:
-        residual = values * weight(x["value"]) - expected * weight(x["erase"])
-    else:
-        residual = (values - expected) * weight(x["value"])
+    residual = expected * -weight(x["erase" if "erase" in x else "value"])
+    if "v" in x:
+        residual = residual + plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32) * weight(x["value"])
     # Value channels do not mix in what follows.
     residual, size = normalized(residual)
     (errors,) = product((residual, x["solve"].T))
@@ -97,6 +95,8 @@ def _advance(
     memory = state.astype(dtype)
     if variant.gated:
         state = state * x["start"][_C - 1]
+    if wait is None:
+        return None, product((writes, x["k"]), add=(state,))[0]
     output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
     wait()
     (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight(x["read"]),))
@@ -104,7 +104,7 @@ def _advance(
 
 
 def _retreat(
-    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None]
+    product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None] | None
 ) -> tuple[Array, Array]:
     """The transposed gradient of the residual [64 v, C] of a chunk, and that of the state before it, [64 v, K].
 
@@ -114,6 +114,7 @@ def _retreat(
     (errors,) = product((state.astype(dtype), x["k"].T))
     outputs = plgpu.load(x["v"].T, layout=TILE)
     errors = errors * weight(x["write"])
+    assert wait is not None
     wait()
     (errors,) = product((outputs, x["scores"]), add=(errors,))
     errors, size = normalized(errors)
@@ -130,7 +131,7 @@ def _retreat(
 def walk(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     inverses: Array,
     vectors: Array,
     initial_state: Array | None,
@@ -139,46 +140,55 @@ def walk(
     variant: Variant,
     config: Config,
     backward: bool = False,
+    results: bool = True,
     save_states: bool = False,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """Output [B, T, H, V], transposed last state [B, H, V, K] in float32 and, where asked for, the states before chunks.
+    """The transposed last state [B, H, V, K] in float32 and, where asked for, output [B, T, H, V] and states before chunks.
 
-    Backward, the last chunk comes first: from the outputs' gradients and the final state's to the residuals' gradients
-    [B, T, H, V], the initial state's and, where asked for, those of the states after chunks.
+    Backward, the last chunk comes first: from the outputs' gradients and the final state's to the initial state's, and
+    to the residuals' [B, T, H, V] and those of the states after chunks.
 
     Args:
-        q, k: [B, T, Hk, K], 16 bit, T a multiple of 8. v: [B, T, H, V], the values or the outputs' gradients.
+        q, k: [B, T, Hk, K], 16 bit, T a multiple of 8.
+        v: [B, T, H, V], the values or, backward, the outputs' gradients; None for what the row makes of a state: the
+            walk starts from the identity, and the last state is the row's transition [B, H, K, K].
         inverses, vectors: of `inverse.solve`.
         initial_state: transposed, [B, H, V, K], of the first chunk of the walk; None for zeros.
-        save_states: states are also returned, [B, H, N, V, K] in the dtype of k.
+        results: whether there is an output.
+        save_states: whether there are states, [B, H, N, V, K] in the dtype of k.
     """
     B, T, Hk, K = k.shape
-    H, V = v.shape[2:]
-    N = inverses.shape[2]
+    H, N = inverses.shape[1:3]
+    V = K if v is None else v.shape[3]
     tiles, stages = config.tiles, config.stages
     parts = V // (VALUE_TILE * tiles)
     dtype = k.dtype
     product = Products(interpret is not None)
     step = _retreat if backward else _advance
+    scored = results or backward
 
-    inputs = {"q": q, "k": k, "v": v, "solve": inverses, "vectors": vectors}
+    inputs = {"k": k, "solve": inverses, "vectors": vectors}
+    if scored:
+        inputs["q"] = q
+    if v is not None:
+        inputs["v"] = v
     if initial_state is not None:
         inputs["initial"] = initial_state
-    outputs = {
-        "output": jax.ShapeDtypeStruct((B, T, H, V), dtype),
-        "final": jax.ShapeDtypeStruct((B, H, V, K), jnp.float32),
-    }
+    outputs = {"final": jax.ShapeDtypeStruct((B, H, V, K), jnp.float32)}
+    if results:
+        outputs["output"] = jax.ShapeDtypeStruct((B, T, H, V), dtype)
     if save_states:
         outputs["states"] = jax.ShapeDtypeStruct((B, H, N, V, K), dtype)
 
     names = variant.vectors
-    sums = ("coarse_row", "fine_row") if variant.gated else ()
+    sums = ("coarse_row", "fine_row") if variant.gated and scored else ()
+    keys = tuple(name for name in ("k", "q") if name in inputs)
+    values = {} if v is None else {"v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype)}
     scratch = {
         "loaded": {
-            "q": tiles_buffer((stages, _C, K), dtype),
-            "k": tiles_buffer((stages, _C, K), dtype),
-            "v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype),
+            **{name: tiles_buffer((stages, _C, K), dtype) for name in keys},
+            **values,
             "solve": tiles_buffer((stages, _C, _C), jnp.float16),
             "vectors": plgpu.SMEM((stages, len(names), _C), jnp.float32),
             **{name: plgpu.SMEM((_SLOTS, _C), jnp.float32) for name in sums},
@@ -188,7 +198,7 @@ def walk(
             "read": plgpu.SMEM((_SLOTS, _C), jnp.float32),
         },
         "staged": tiles_buffer((tiles, 2, _C, 64), dtype),
-        "arrived": plgpu.Barrier(num_arrivals=4 + tiles + len(sums), num_barriers=stages),
+        "arrived": plgpu.Barrier(num_arrivals=2 + len(keys) + tiles * len(values) + len(sums), num_barriers=stages),
         "ready": plgpu.Barrier(num_barriers=_SLOTS),
         "consumed": plgpu.Barrier(num_arrivals=tiles, num_barriers=stages),
         "done": plgpu.Barrier(num_arrivals=tiles + 1),
@@ -207,9 +217,9 @@ def walk(
             n = place(n)
             rows = pl.ds(n * _C, _C)
             barrier = arrived.at[stage]
-            for name in ("k", "q"):
+            for name in keys:
                 plgpu.copy_gmem_to_smem(hbm[name].at[batch, rows, key_head], loaded[name].at[stage], barrier)
-            for tile in range(tiles):
+            for tile in range(tiles if values else 0):
                 columns = pl.ds((part * tiles + tile) * VALUE_TILE, VALUE_TILE)
                 source = hbm["v"].at[batch, rows, head, columns]
                 plgpu.copy_gmem_to_smem(source, loaded["v"].at[stage, tile], barrier)
@@ -219,7 +229,7 @@ def walk(
                 plgpu.copy_gmem_to_smem(hbm["vectors"].at[batch, head, n, j], loaded[name].at[slot], barrier)
 
         def at(stage: Any) -> dict[str, Ref]:
-            x = {name: loaded[name].at[stage] for name in ("q", "k", "solve")}
+            x = {name: loaded[name].at[stage] for name in (*keys, "solve")}
             x |= {name: loaded["vectors"].at[stage, j] for j, name in enumerate(names)}
             return x | {"start_row": x["start"]} if variant.gated else x
 
@@ -246,11 +256,12 @@ def walk(
                 def _fetch() -> None:
                     fetch(n + 1)
 
-                plgpu.barrier_wait(arrived.at[stage])
-                x = at(stage) | {name: ref.at[slot] for name, ref in prepared.items()}
-                x |= {name: loaded[name].at[slot] for name in sums}
-                _score(product, variant, scale, x)
-                plgpu.barrier_arrive(ready.at[slot])
+                if scored:
+                    plgpu.barrier_wait(arrived.at[stage])
+                    x = at(stage) | {name: ref.at[slot] for name, ref in prepared.items()}
+                    x |= {name: loaded[name].at[slot] for name in sums}
+                    _score(product, variant, scale, x)
+                    plgpu.barrier_arrive(ready.at[slot])
 
             # Every completion of a barrier has to be seen by those who wait on it.
             for n in range(max(N - _SLOTS, 0), N):
@@ -262,6 +273,11 @@ def walk(
             columns = pl.ds((part * tiles + group) * VALUE_TILE, VALUE_TILE)
             if initial_state is not None:
                 first = plgpu.load(hbm["initial"].at[batch, head, columns], layout=TILE, optimized=False)
+            elif v is None:
+                at_row, at_column = (
+                    plgpu.broadcasted_iota(jnp.int32, (VALUE_TILE, K), axis, layout=TILE) for axis in (0, 1)
+                )
+                first = jnp.where(at_row + (part * tiles + group) * VALUE_TILE == at_column, 1.0, 0.0)
             else:
                 first = zeros(VALUE_TILE, K)
 
@@ -277,16 +293,15 @@ def walk(
                     plgpu.copy_smem_to_gmem(buffer, target)
 
                 for j in range(sends):
-                    keys = pl.ds(j * 64, 64)
-
                     def write_state(buffer: Ref, j: int = j) -> None:
                         buffer[...] = state[:, j * 64 : (j + 1) * 64].astype(dtype)
 
-                    send(j, write_state, hbm["states"].at[batch, head, place(n), columns, keys])
+                    send(j, write_state, hbm["states"].at[batch, head, place(n), columns, pl.ds(j * 64, 64)])
                 plgpu.barrier_wait(arrived.at[stage])
-                x = at(stage) | {"v": loaded["v"].at[stage, group]}
+                x = at(stage) | {name: loaded[name].at[stage, group] for name in values}
                 x |= {name: ref.at[slot] for name, ref in prepared.items()}
-                output, state = step(product, variant, state, x, lambda: plgpu.barrier_wait(ready.at[slot]))
+                wait = (lambda: plgpu.barrier_wait(ready.at[slot])) if scored else None
+                output, state = step(product, variant, state, x, wait)
                 # Values were read by ordinary loads; the fence orders these before the copy that overwrites them.
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(consumed.at[stage])
@@ -294,7 +309,8 @@ def walk(
                 def write_output(buffer: Ref) -> None:
                     buffer.T[...] = output.astype(dtype)
 
-                send(sends, write_output, hbm["output"].at[batch, pl.ds(place(n) * _C, _C), head, columns])
+                if results:
+                    send(sends, write_output, hbm["output"].at[batch, pl.ds(place(n) * _C, _C), head, columns])
                 return state
 
             last = lax.fori_loop(0, N, chunk, first)

@@ -49,6 +49,18 @@ _FORWARD = {
 }
 
 
-def forward_config(value_size: int) -> Config:
-    """The settings for V = `value_size`: as many state warpgroups in a program as it has value tiles."""
-    return _FORWARD[value_size // VALUE_TILE]
+def forward_config(value_size: int, rows: int = MULTIPROCESSORS) -> Config:
+    """The settings for V = `value_size` and `rows` rows times heads.
+
+    As many state warpgroups in a program as there are value tiles; one, where programs for each tile find room at once.
+    """
+    tiles = value_size // VALUE_TILE
+    return _FORWARD[1 if tiles * rows <= MULTIPROCESSORS else tiles]
+
+
+def pieces(rows: int, chunks: int) -> int:
+    """Into how many pieces rows of `chunks` chunks are cut, so that `rows` rows times heads fill the card."""
+    count = 1
+    while rows * count * 2 <= MULTIPROCESSORS and chunks >= 16 * count:
+        count *= 2
+    return count if count >= 8 else 1

@@ -38,6 +38,8 @@ CASES = {
     "short": ("gated_delta_rule", {"T": 15, "state": True}, {}),
     "tail": ("gated_delta_rule", {"T": 129, "K": 128, "state": True}, {}),
     "parallel": ("gated_delta_rule", {"T": 128, "keys": "parallel"}, {}),
+    "pieces": ("gated_delta_rule", {"T": 600, "B": 2, "H": 2, "Hk": 1, "state": True}, {"pieces": 4}),
+    "pieces, wide": ("kaczmarz", {"T": 256, "K": 128, "V": 128, "keys": "long"}, {"pieces": 2, "config": TWO}),
     "normalized": ("gated_delta_rule", {"T": 128, "keys": "long", "state": True}, INSIDE),
     "kaczmarz": ("kaczmarz", {"T": 192, "keys": "long", "double": True}, {}),
     "kaczmarz, tiny keys": ("kaczmarz", {"T": 128, "keys": "tiny"}, {}),
@@ -63,7 +65,7 @@ def forward(name, inputs, state, *, config=ONE, **options):
     x = {key: jnp.asarray(a) for key, a in inputs.items()}
     if name == "kaczmarz":
         options.setdefault("eps", 1e-6)
-    options = {"scale": x["k"].shape[-1] ** -0.5, "config": config, **options}
+    options = {"scale": x["k"].shape[-1] ** -0.5, "config": config, "pieces": 1, **options}
     call = jax.jit(lambda q, k, v, b, g, s: delta_rule(q, k, v, b, g, initial_state=s, **options))
     strength = x["eta"] if name == "kaczmarz" else x["beta"]
     return call, (x["q"], x["k"], x["v"], strength, x.get("log_decay"), None if state is None else state.S)
@@ -127,7 +129,7 @@ def check(case, report=False):
         (output, final), back = jax.vjp(call, *arguments)
         given = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in (output, final)]
         grads = dict(zip(("q", "k", "v", "strength", "log_decay", "initial_state"), back(tuple(given)), strict=True))
-    options = {key: value for key, value in options.items() if key not in ("config", "save_states")}
+    options = {key: value for key, value in options.items() if key not in ("config", "pieces")}
     wanted, last = reference(name, inputs, initial_state=state, **options)
     dtype = str(output.dtype)
     assert output.dtype == inputs["v"].dtype

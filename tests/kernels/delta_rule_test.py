@@ -65,10 +65,11 @@ def test_refusals_say_why():
     q, k, v, beta = (jnp.asarray(inputs[key]) for key in ("q", "k", "v", "beta"))
     assert supports(q, k, v) is None
     assert "float32" in supports(q.astype(jnp.float32), k, v)
-    assert "48" in supports(q[..., :48], k[..., :48], v)
+    assert supports(q[..., :48], k[..., :48], v) is None
+    assert "192" in supports(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v)
     assert "Hopper" in supports(q, k, v, device=jax.devices("cpu")[0])
-    with pytest.raises(NotImplementedError, match="48"):
-        delta_rule(q[..., :48], k[..., :48], v, beta, scale=1.0)
+    with pytest.raises(NotImplementedError, match="192"):
+        delta_rule(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v, beta, scale=1.0)
     with pytest.raises(ValueError, match=r"k: shape .* wanted .*K"):
         delta_rule(q, k[..., :32], v, beta, scale=1.0)
     with pytest.raises(TypeError, match="v: dtype float32 given"):
