@@ -19,6 +19,7 @@ from pallas_kernels.delta_rule.pieces import chain, halves
 from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 from pallas_kernels.devices import not_hopper
+from pallas_kernels.sharding import by_rows, plainly_typed
 
 Array = jax.Array
 
@@ -183,11 +184,15 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
 
 
 def _batched(function: Callable[..., Any], options: _Options) -> Callable[[dict[str, Array]], Any]:
-    """function(options, arrays), with axes of `jax.vmap` put before the rows: one launch, more programs."""
+    """function(options, arrays), with axes of `jax.vmap` put before the rows: one launch, more programs.
+
+    Devices share out the rows. What is interpreted has effects, which neither the compiler nor a device may part.
+    """
 
     @jax.custom_batching.custom_vmap
     def call(x: dict[str, Array]) -> Any:
-        return function(options, x)
+        here = partial(function, options)
+        return here(x) if interpreting() else plainly_typed(by_rows(here))(x)
 
     @call.def_vmap
     def rule(size: int, mapped: list[Any], x: dict[str, Array]) -> Any:
