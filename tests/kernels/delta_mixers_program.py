@@ -25,10 +25,12 @@ PLAIN_ROW = ids((0, 40), (1, 24), (2, 1), (3, 65))
 PADDED_ROW = ids((-1, 3), (7, 61), (-2, 5), (7, 20), (1, 35), (-1, 6))
 PACKED = {"segment_ids": np.stack([PLAIN_ROW, PADDED_ROW])}
 FIRST_DIFFERS = PACKED | {"initial_segment_id": np.array([5, 7], np.int32)}
-ROWS = {"B": 2, "T": 130}
+SHORT = FIRST_DIFFERS | {"segment_ids": PACKED["segment_ids"][:, :70]}
+ROWS, ODD = {"B": 2, "T": 130}, {"B": 2, "T": 70, "K": 48, "V": 80, "H": 2, "Hk": 1, "state": True}
 
 # The mixer, what is drawn, options of the mixer (arrays are traced), how it is transformed.
 CASES = {
+    "packed, odd sizes": ("kaczmarz", ODD, SHORT, ()),
     "packed": ("gated_delta_rule", ROWS | {"state": True, "H": 2, "Hk": 1}, FIRST_DIFFERS, ()),
     "packed, no decay": ("delta_rule", ROWS, PACKED, ()),
     "odd sizes": ("kaczmarz", {"T": 70, "K": 48, "V": 80, "state": True, "keys": "long"}, INSIDE, ()),
@@ -82,7 +84,9 @@ def check(case):
     valid = np.ones(inputs["v"].shape[:2], bool)
     if "segment_ids" in arrays:
         valid = np.asarray(arrays["segment_ids"] >= 0)
-        inputs = {key: jnp.where(valid.reshape(*valid.shape, *[1] * (a.ndim - 2)), a, jnp.nan) for key, a in inputs.items()}
+        inputs = {
+            key: jnp.where(valid.reshape(*valid.shape, *[1] * (a.ndim - 2)), a, jnp.nan) for key, a in inputs.items()
+        }
 
     def everything(implementation, x, cotangents):
         moving = {key: a for key, a in arrays.items() if key in ("initial_state", "scale")}
@@ -99,7 +103,9 @@ def check(case):
     random = np.random.default_rng(7)
     shape = inputs["v"].shape
     sizes = (shape[0], shape[2], inputs["k"].shape[3], shape[3])
-    cotangents = [jnp.asarray(jnp.asarray(random.normal(size=s), inputs["q"].dtype), jnp.float32) for s in (shape, sizes)]
+    cotangents = [
+        jnp.asarray(jnp.asarray(random.normal(size=s), inputs["q"].dtype), jnp.float32) for s in (shape, sizes)
+    ]
     with pallas_kernels.interpret():
         output, final, gradients = everything("mosaic_gpu", inputs, cotangents)
     wanted, last, exact = everything("recurrent", wide, cotangents)

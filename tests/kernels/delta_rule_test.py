@@ -1,15 +1,11 @@
 """The delta rule's kernels: values, interpreted, against the token loop in float64; lowering for CUDA without a GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
 from delta_rule_program import CASES, TWO, draw, forward
+from interpreted import run_cases
 
 from pallas_kernels.delta_rule.api import delta_rule, supports
 from pallas_kernels.delta_rule.tuning import Config, forward_config
@@ -17,24 +13,13 @@ from pallas_kernels.delta_rule.tuning import Config, forward_config
 QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
 
 
-def run_cases(cases):
-    """Checks cases in a process with threads enough for every warpgroup."""
-    program = Path(__file__).with_name("delta_rule_program.py")
-    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
-    environment = {**os.environ, "NPROC": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    command = [sys.executable, str(program), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert done.stdout.splitlines() == [f"ok {case}" for case in cases]
-
-
 def test_values():
-    run_cases(QUICK)
+    run_cases("delta_rule_program.py", QUICK)
 
 
 @pytest.mark.slow
 def test_values_of_all_cases():
-    run_cases([case for case in CASES if case not in QUICK])
+    run_cases("delta_rule_program.py", [case for case in CASES if case not in QUICK])
 
 
 @pytest.mark.parametrize(
