@@ -64,7 +64,7 @@ class Rule:
         else:
             k = call.inputs["k"].astype(call.dtype)
             k = l2_normalize(k) if self.normalize_k else k
-            step = call.inputs["beta"] * repeat_heads(jnp.sum(k * k, axis=-1), call.groups, axis=2)
+            step = call.inputs["beta"].astype(call.dtype) * repeat_heads(jnp.sum(k * k, axis=-1), call.groups, axis=2)
         debug.check_step(name, step, None if call.segments is None else call.segments.valid)
 
     def token(self, call: Call, state: MatrixState, x: dict[str, Array]) -> tuple[Array, MatrixState]:

@@ -191,7 +191,10 @@ def _batched(function: Callable[..., Any], options: _Options) -> Callable[[dict[
 
     @jax.custom_batching.custom_vmap
     def call(x: dict[str, Array]) -> Any:
-        here = partial(function, options)
+        def here(x: dict[str, Array]) -> Any:
+            with jax.enable_x64(False):  # indices in kernels are of 32 bits
+                return function(options, x)
+
         return here(x) if interpreting() else plainly_typed(by_rows(here))(x)
 
     @call.def_vmap
@@ -288,7 +291,8 @@ def delta_rule(
         return jnp.zeros_like(v), state if initial_state is None else initial_state.astype(jnp.float32)
     variant = Variant(log_decay is not None, normalize_q, normalize_k, eps)
     given = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "initial_state": initial_state}
-    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    narrow = lambda x: jnp.asarray(x, jnp.float32 if x.dtype == jnp.float64 else None)
+    arrays = {name: narrow(x) for name, x in given.items() if x is not None}
     filled = {"q": {"K": wide["K"]}, "k": {"K": wide["K"]}, "v": {"V": wide["V"]}, "initial_state": wide}
     arrays = {name: _fill(x, **filled[name]) if name in filled else x for name, x in arrays.items()}
     output, final = _rule(_Options(float(scale), variant, config, pieces, save_states), arrays)

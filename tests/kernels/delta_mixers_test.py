@@ -151,3 +151,13 @@ print([name for name in wanted if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_lowers_where_numbers_are_wide():
+    """Gates of 64 bits beside q, k and v of 16, and a strict caller."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        x = arguments("gated_delta_rule", T=20)
+        x |= {name: x[name].astype(jnp.float64) for name in ("log_decay", "beta")}
+        gradient = jax.grad(lambda x: call("gated_delta_rule", x, **NAMED)[1].S.sum())
+        assert "mosaic_gpu" in lowered(gradient, x)
+        assert jax.eval_shape(gradient, x)["beta"].dtype == jnp.float64

@@ -70,4 +70,4 @@ def test_settings_are_checked():
     with pytest.raises(ValueError, match="tiles"):
         Config(tiles=3)
     with pytest.raises(ValueError, match="registers"):
-        Config(tiles=2, state_registers=232, prepare_registers=232)
+        Config(tiles=2, state_registers=232, score_registers=232)
