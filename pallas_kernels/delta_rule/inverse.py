@@ -29,13 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import math as math_dialect
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import math as math_dialect
 
 from pallas_kernels.delta_rule.tiles import (
     COLUMN,
@@ -47,7 +47,6 @@ from pallas_kernels.delta_rule.tiles import (
     NORM_EPS,
     ROW,
     TILE,
-    TILE_ROWS,
     Products,
     Ref,
     Variant,
@@ -75,7 +74,7 @@ def _emulate_invert_blocks(a: Array) -> Array:
 
 @plgpu.inline_mgpu(
     arg_types=(TILE, plgpu.RefType()),
-    return_type=plgpu.ShapeDtypeStruct((_C, _C), jnp.float32, layout=TILE),
+    return_type=plgpu.ShapeDtypeStruct((_C, _C), jnp.dtype(jnp.float32), layout=TILE),
 )
 def _invert_blocks(context: Any, a: Any, scratch: Any) -> Any:
     """Inverses of the diagonal blocks of size 16 of I - a, a strictly lower triangular, by forward substitution.
