@@ -1,4 +1,7 @@
-"""The kernels that a benchmark holds against others: by mixer, how ours is called, what it serves, and its peers."""
+"""The kernels that a benchmark holds against others: by mixer, how ours is called, what it serves, and its peers.
+
+Kernels are imported when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any, NamedTuple
 
 from linattn_jax.mixers.state import MatrixState
 from linattn_jax.types import Array
-from pallas_kernels.delta_rule import api as delta_rule
 
 JLA, FLA, FLASH_QLA = "jax-linear-attention", "fla", "flash_qla"
 
@@ -31,13 +33,21 @@ class Kernel(NamedTuple):
 
 
 def _delta_rule(q: Array, k: Array, v: Array, *, eps: float | None = None, **gates: Array) -> tuple[Array, MatrixState]:
+    from pallas_kernels.delta_rule.api import delta_rule
+
     strength = gates["beta"] if "beta" in gates else gates["eta"]
     log_decay = gates.get("log_decay")
-    output, state = delta_rule.delta_rule(q, k, v, strength, log_decay, scale=k.shape[-1] ** -0.5, eps=eps)
+    output, state = delta_rule(q, k, v, strength, log_decay, scale=k.shape[-1] ** -0.5, eps=eps)
     return output, MatrixState(state)
 
 
-_HOPPER = partial(Kernel, "mosaic_gpu", supports=delta_rule.supports)
+def _supports(q: Any, k: Any, v: Any, *, device: Any = None) -> str | None:
+    from pallas_kernels.delta_rule.api import supports
+
+    return supports(q, k, v, device=device)
+
+
+_HOPPER = partial(Kernel, "mosaic_gpu", supports=_supports)
 
 KERNELS: Mapping[str, Kernel] = {
     "delta_rule": _HOPPER(_delta_rule, peers=(JLA, FLA), quiet=("beta",)),

@@ -316,3 +316,39 @@ def test_kernels_take_what_the_mixers_take(op):
     types = [jax.eval_shape(lambda *x: timing.both(*x, call), *inputs) for call in (KERNELS[op].call, mixer.call)]
     assert jax.tree.structure(types[0]) == jax.tree.structure(types[1])
     assert types[0] == types[1]
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import numpy as np
+folder = Path(sys.argv[1])
+job = json.loads((folder / "job.json").read_text())
+for name, dtype in (*job["arguments"].items(), ("cotangent", job["dtype"])):
+    x = np.load(folder / f"{name}.npy")
+    assert x.dtype == {"bfloat16": np.int16, "float32": np.float32}[dtype]
+    if name in job["quiet"]:
+        assert dtype == "float32" and x[:, job["tokens"]:].all()  # it is this process that silences them
+    checked = x[-1:, :job["tokens"], -job["heads"]["output" if name == "cotangent" else name]:]
+    np.save(folder / ("output.npy" if name == "cotangent" else f"d{name}.npy"), 0.0 * checked)
+times = {"device_ms": 2.0, "wall_ms": 3.0}
+(folder / "result.json").write_text(json.dumps({"version": "1", "forward": times, "both": times}))
+"""
+
+
+def test_torch_is_asked_through_files(monkeypatch, tmp_path):
+    """What is asked for fits: zeros in the place of all results have an error of 1 each."""
+    program = tmp_path / "torch_peers.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(against, "TOKENS", 32)
+    monkeypatch.setattr(against.torch_peers, "__file__", str(program))
+    monkeypatch.setattr(against.importlib.util, "find_spec", lambda name: name)
+    rows = []
+    against.measure(Comparison("gated_delta_rule", TINY), ["fla"], rows.append)
+    assert rows[0]["errors"] == dict.fromkeys(["output", "dq", "dk", "dv", "dlog_decay", "dbeta"], 1.0)
+    assert not rows[0]["within_limits"]
+    assert (rows[0]["version"], rows[0]["both"]["device_ms"]) == ("1", 2.0)
+    assert "errors beyond the limits of ours" in against_record.table(rows)
+    program.write_text("raise SystemExit('no GPU here')")
+    against.measure(Comparison("gated_delta_rule", TINY), ["fla"], rows.append)
+    assert rows[1]["failed"] == "RuntimeError: ended with code 1: no GPU here"
