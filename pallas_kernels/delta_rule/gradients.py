@@ -16,9 +16,9 @@ a chunk, dQ, dK and dV written, 48 KB: 830 MB, 0.195 ms at 4.25 TB/s. 15.7 MFLOP
 
 Who does what. A program walks over chunks of any rows and heads. One warpgroup copies; for each 64 key columns another
 computes the gradients of these columns of q and k. What is [C, C] is shared: the first computes dP, the last dA, and
-each the errors of its 64 value columns; they meet when the errors, dP and dA, and the sums over rows are there. Keys and
-vectors have two buffers, everything else one, filled for the next chunk as soon as this chunk is done with it: states
-and gradients halfway through, while the rest is computed from dP, dA, q and k.
+each the errors of its 64 value columns; they meet when the errors, dP and dA, and the sums over rows are there. Keys
+and vectors have two buffers, everything else one, filled for the next chunk as soon as this chunk is done with it:
+states and gradients halfway through, while the rest is computed from dP, dA, q and k.
 """
 
 from __future__ import annotations

@@ -185,9 +185,10 @@ def walk(
     sums = ("coarse_row", "fine_row") if variant.gated and scored else ()
     keys = tuple(name for name in ("k", "q") if name in inputs)
     values: dict[str, Any] = {} if v is None else {"v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype)}
+    by_key: dict[str, Any] = {name: tiles_buffer((stages, _C, K), dtype) for name in keys}
     scratch = {
         "loaded": {
-            **{name: tiles_buffer((stages, _C, K), dtype) for name in keys},
+            **by_key,
             **values,
             "solve": tiles_buffer((stages, _C, _C), jnp.float16),
             "vectors": plgpu.SMEM((stages, len(names), _C), jnp.float32),
