@@ -247,7 +247,7 @@ def mixer_table(*, links: bool) -> str:
                 f"`{update}`",
                 source,
                 f"{state}: {sum(f.size for f in fields):,}",
-                ", ".join(mixer.implementations),
+                ", ".join((*mixer.implementations, *mixer.kernels)),
             )
         )
     return table(("function", "layers", "update, per head", "source", "state: bytes", "implementations"), rows)
@@ -274,7 +274,8 @@ def mixer_page(mixer: Mixer) -> str:
         f"# `{mixer.name}`",
         f"{title} ({source}).",
         code(update, "text"),
-        f"Layers that call it: {callers or 'none'}. Implementations: {', '.join(mixer.implementations)}.",
+        f"Layers that call it: {callers or 'none'}. Implementations: "
+        f"{', '.join((*mixer.implementations, *mixer.kernels))}.",
         signature(mixer.call, mixer.name),
         prose(own.text),
         f"Ours, and not in the source: {prose(ours(mixer))}",

@@ -27,7 +27,7 @@ def plan(
     implementations: Collection[str] = (),
     **settings: Any,
 ) -> list[Case]:
-    """A case for every mixer of `ops`, implementation (all, or those named) and shape; `settings` are common to all.
+    """A case for every mixer of `ops`, implementation (all plain ones, or those named) and shape; the same `settings`.
 
     The associative form holds every token's state several times over. It is measured at the shapes where T states take
     no more than `associative_limit` bytes and, where that leaves some out, also at the `small` ones within the limit.
@@ -36,7 +36,12 @@ def plan(
     for op in ops:
         mixer = MIXERS[op]
         fits = lambda shape: shape.T * state_bytes(mixer, shape) <= associative_limit
-        forms = [*mixer.implementations, *([peers.NAME] if peers.find(op) and shapes[0].Hk == shapes[0].H else [])]
+        kernels = [form for form in mixer.kernels if form in implementations]
+        forms = [
+            *mixer.implementations,
+            *kernels,
+            *([peers.NAME] if peers.find(op) and shapes[0].Hk == shapes[0].H else []),
+        ]
         for form in (form for form in forms if not implementations or form in implementations):
             chosen = list(shapes)
             if form == "associative" and not all(map(fits, shapes)):

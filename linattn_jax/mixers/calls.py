@@ -34,6 +34,8 @@ class Call:
     inputs: the sequences by name, [B, T, heads, ...]; `parameters`: the other arrays, float32 or wider, complex or not.
     state, empty: what the first token finds, and what the first token of every further segment finds.
     sizes: by axis name; `groups` is value heads per key head.
+    scale: a number where one is known, else an array of `dtype`.
+    fresh: whether no state was given, so that `state` is the empty one.
     dtype: of states and accumulators; `output_dtype`: of the output; `precision`: of products of inputs.
     """
 
@@ -47,6 +49,7 @@ class Call:
     dtype: jnp.dtype
     output_dtype: jnp.dtype
     precision: lax.Precision | None
+    fresh: bool
 
     @property
     def groups(self) -> int:
@@ -63,7 +66,7 @@ class Call:
         debug.check_inputs(name, {"initial_state": jax.tree.leaves(self.state)}, None)
         if self.sizes["T"] == 0 and implementation == "associative":
             forms = {**forms, "associative": forms["recurrent"]}  # there is nothing to combine
-        values = next(reversed(self.inputs.values()))
+        values = self.inputs.get("v", next(reversed(self.inputs.values())))
         return dispatch.run(name, forms, implementation, self.arguments, self.sizes["T"], values)
 
     def chunk(self, chunk_size: int | None) -> int:
@@ -151,7 +154,7 @@ def _prepare(
         scale = sizes["K"] ** -0.5 if "K" in sizes else 1.0
     else:
         check_scale(scale)
-        scale = jnp.asarray(scale, dtype)
+        scale = jnp.asarray(scale, dtype) if isinstance(scale, jax.Array) else float(scale)
     nothing = _varying_like(empty(sizes, dtype), arrays)
     if initial_state is None:
         # XLA's CPU compiler (JAX 0.11.2 and 0.12.0) reads beyond a constant that it broadcasts into a product of a
@@ -176,6 +179,7 @@ def _prepare(
         "dtype": dtype,
         "output_dtype": features[0].dtype,
         "precision": matmul_precision(features[0]),
+        "fresh": initial_state is None,
     }
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from linattn_jax import debug
-from linattn_jax.mixers import chunking, dispatch
+from linattn_jax.mixers import chunking, delta_kernel, dispatch
 from linattn_jax.mixers.calls import Call, finish_step, prepare, prepare_step
 from linattn_jax.mixers.chunking import Segments, repeat_heads
 from linattn_jax.mixers.state import MatrixState, matrix_empty, matrix_init
@@ -154,11 +155,13 @@ def delta_states(
 
 def _run(name: str, rule: Rule, call: Call, implementation: str | None, chunk_size: int | None):
     rule.check_step(name, call)
-    forms = {
+    forms: dict[str, Any] = {
         "recurrent": call.recurrent(partial(rule.token, call)),
         "associative": call.associative(partial(rule.whole, call)),
         "chunkwise": call.chunkwise(partial(rule.chunk, call), chunk_size),
     }
+    if implementation in (None, "mosaic_gpu"):
+        forms["mosaic_gpu"] = delta_kernel.mosaic_gpu(rule, call, implementation, chunk_size)
     return call.run(name, forms, implementation)
 
 
@@ -191,7 +194,10 @@ def delta_rule(
         segment_ids: int32 [B, T]; the state starts empty where the id changes. Negative ids are padding: output 0, and
             nothing of what stands there is read or written.
         initial_segment_id: int32 [B]; rows whose first id differs drop their initial state.
-        implementation: "recurrent", "associative", "chunkwise" or None (the fastest that serves the platform).
+        implementation: "recurrent", "associative", "chunkwise", "mosaic_gpu" or None (the fastest that serves the
+            platform). "mosaic_gpu" serves NVIDIA Hopper: q, k and v of 16 bits, K and V up to 128, no other
+            `chunk_size` than 64; it differentiates once, in reverse. None takes it where all GPUs that JAX sees are
+            such; a program lowered for one elsewhere has to name it.
         chunk_size: rows per chunk, a power of two; default 64, on a CPU 32 where K V <= 4096. Only speed and memory
             depend on it.
         normalize_q, normalize_k: L2-normalise q or k first, x * rsqrt(sum x^2 + 1e-6).
@@ -375,10 +381,10 @@ def kaczmarz_step(
     return finish_step(call, Rule(normalize_q, normalize_k, float(eps)).token)
 
 
-_FORMS = ("recurrent", "associative", "chunkwise")
+_FORMS, _KERNELS = ("recurrent", "associative", "chunkwise"), ("mosaic_gpu",)
 for _name, _call, _step, _arguments in (
     ("delta_rule", delta_rule, delta_rule_step, _PLAIN),
     ("gated_delta_rule", gated_delta_rule, gated_delta_rule_step, _GATED),
     ("kaczmarz", kaczmarz, kaczmarz_step, _KACZMARZ),
 ):
-    dispatch.register(dispatch.Mixer(_name, _call, _step, matrix_empty, _arguments, _FORMS))
+    dispatch.register(dispatch.Mixer(_name, _call, _step, matrix_empty, _arguments, _FORMS, kernels=_KERNELS))

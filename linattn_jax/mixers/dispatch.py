@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 from linattn_jax.types import Argument, Array
@@ -68,7 +70,7 @@ class Mixer:
     call, step: the public functions.
     empty: the empty state, from sizes by axis name and a dtype (float32 or float64).
     arguments: the array arguments of `call` by name, in order.
-    implementations: the names that `call` serves somewhere.
+    implementations: the names that `call` serves everywhere; kernels: those that it serves on some devices.
     output: axes of the output.
     """
 
@@ -79,6 +81,7 @@ class Mixer:
     arguments: Mapping[str, Argument]
     implementations: tuple[str, ...]
     output: str = "B T H V"
+    kernels: tuple[str, ...] = ()
 
 
 MIXERS: dict[str, Mixer] = {}
@@ -101,6 +104,56 @@ class Unavailable:
 _NONE = Unavailable("there is none for this mixer yet")
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A form that programs lowered for one platform can hold.
+
+    elsewhere: why none for another platform can, up to its name.
+    unasked: why it is not chosen where the caller names nothing, or None where it may be.
+    """
+
+    form: Callable[..., Any]
+    platform: str
+    elsewhere: str
+    unasked: str | None = None
+
+    def asked(self, name: str, implementation: str, arguments: tuple[Any, ...]) -> Any:
+        """Calls the form; lowering for another platform raises NotImplementedError."""
+
+        def refuse(*arguments: Any) -> Any:
+            like, tree = jax.tree.flatten(jax.eval_shape(self.form, *arguments))
+            said = f"{name} has no implementation {implementation!r} here: {self.elsewhere}"
+            out = _refuse_p.bind(like=tuple((s.shape, s.dtype) for s in like), said=said)
+            axes: list[frozenset[str]] = [
+                getattr(getattr(s, "manual_axis_type", None), "varying", frozenset()) for s in like
+            ]
+            varying = [jax.lax.pcast(x, tuple(a), to="varying") if a else x for x, a in zip(out, axes, strict=True)]
+            return jax.tree.unflatten(tree, varying)
+
+        return jax.lax.platform_dependent(*arguments, default=refuse, **{self.platform: self.form})
+
+
+_refuse_p = Primitive("refuse")
+_refuse_p.multiple_results = True
+
+
+@_refuse_p.def_impl
+def _refuse(*, like: Any, said: str) -> Any:
+    raise NotImplementedError(f"{said}, not on {jax.default_backend()}.")
+
+
+@_refuse_p.def_abstract_eval
+def _refuse_types(*, like: Any, said: str) -> Any:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in like]
+
+
+def _refuse_lowering(context: Any, *, like: Any, said: str) -> Any:
+    raise NotImplementedError(f"{said}, not on {' and '.join(context.module_context.platforms)}.")
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
 def choose_chunk(chunk_size: int | None, length: int, key_size: int, value_size: int) -> int:
     """Rows per chunk: `chunk_size` or the default, no larger than the power of two that covers the length.
 
@@ -119,7 +172,7 @@ def choose_chunk(chunk_size: int | None, length: int, key_size: int, value_size:
 
 def run(
     name: str,
-    forms: Mapping[str, Callable[..., Any] | Unavailable],
+    forms: Mapping[str, Callable[..., Any] | Kernel | Unavailable],
     implementation: str | None,
     arguments: tuple[Any, ...],
     length: int,
@@ -127,10 +180,10 @@ def run(
 ) -> Any:
     """Calls one of `forms` on `arguments` (a tuple of pytrees of arrays).
 
-    `forms` maps implementation names to functions of those arguments, or to the reason why there is none for this call.
-    A named implementation is served or raises NotImplementedError. None is decided for the platform that the program is
-    lowered for, so lowering for a TPU on a CPU picks the TPU's. The mixers promote ranks and dtypes as they mean to,
-    whatever `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion` say of the caller's own code.
+    `forms` maps implementation names to functions of those arguments, to kernels, or to the reason why there is none
+    for this call. A named implementation is served or raises NotImplementedError. None is decided for the platform that
+    the program is lowered for, so lowering for a TPU on a CPU picks the TPU's. The mixers promote ranks and dtypes
+    as they mean to, whatever `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion` say of the caller's own code.
     """
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return _run(name, forms, implementation, arguments, length, values)
@@ -138,7 +191,7 @@ def run(
 
 def _run(
     name: str,
-    forms: Mapping[str, Callable[..., Any] | Unavailable],
+    forms: Mapping[str, Callable[..., Any] | Kernel | Unavailable],
     implementation: str | None,
     arguments: tuple[Any, ...],
     length: int,
@@ -150,15 +203,19 @@ def _run(
         form = forms.get(implementation, _NONE)
         if isinstance(form, Unavailable):
             raise NotImplementedError(f"{name} has no implementation {implementation!r} here: {form.reason}.")
-        return form(*arguments)
+        return form.asked(name, implementation, arguments) if isinstance(form, Kernel) else form(*arguments)
     served: dict[str, Callable[..., Any]] = {}
     why: list[tuple[str, str]] = []
     for candidate in IMPLEMENTATIONS:
         form = forms.get(candidate, _NONE)
         if isinstance(form, Unavailable):
             why.append((candidate, form.reason))
-        else:
+        elif not isinstance(form, Kernel):
             served[candidate] = form
+        elif form.unasked is None:
+            served[candidate] = form.form
+        else:
+            why.append((candidate, form.unasked))
     if length <= SHORT:
         return served["recurrent"](*arguments)
     chosen = {platform: next(c for c in order if c in served) for platform, order in PREFERENCE.items()}

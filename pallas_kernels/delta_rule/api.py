@@ -18,10 +18,12 @@ from pallas_kernels.delta_rule import gradients, inverse, states, tuning
 from pallas_kernels.delta_rule.pieces import chain, halves
 from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
+from pallas_kernels.devices import not_hopper
+from pallas_kernels.sharding import by_rows, plainly_typed
 
 Array = jax.Array
 
-_SIZES = (64, 128)
+_SIZES = (64, 128)  # of keys and values in the kernels; others are filled up with zeros
 
 
 def _check_arguments(arrays: dict[str, Any], initial_state: Any) -> None:
@@ -54,14 +56,9 @@ def supports(q: Any, k: Any, v: Any, *, device: Any = None) -> str | None:
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"the kernel takes bfloat16 and float16, not {q.dtype}"
     sizes = k.shape[-1], v.shape[-1]
-    if not set(sizes) <= set(_SIZES):
-        return f"the kernel takes key and value sizes of 64 and 128, not {sizes[0]} and {sizes[1]}"
-    if device is not None:
-        capability = str(getattr(device, "compute_capability", ""))
-        if device.platform not in ("gpu", "cuda") or capability != "9.0":
-            seen = f"{device.device_kind} ({device.platform}{', ' + capability if capability else ''})"
-            return f"the kernel runs on NVIDIA Hopper (compute capability 9.0), not on {seen}"
-    return None
+    if max(sizes) > _SIZES[-1]:
+        return f"the kernel takes key and value sizes up to {_SIZES[-1]}, not {sizes[0]} and {sizes[1]}"
+    return None if device is None else not_hopper(device)
 
 
 @dataclass(frozen=True)
@@ -89,6 +86,12 @@ class _Options:
         config = self.config or tuning.walk_config(width, rows, saving=save_states and not backward)
         kwargs |= {"backward": backward, "save_states": save_states, "config": config, **self.common}
         return states.walk(*arrays, **kwargs)  # type: ignore[arg-type]
+
+
+def _fill(x: Array, **sizes: int) -> Array:
+    """`x` with zeros behind its last axes, up to these sizes in this order: channels that touch no product or norm."""
+    more = [size - had for size, had in zip(sizes.values(), x.shape[-len(sizes) :], strict=True)]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - len(sizes)) + [(0, n) for n in more]) if any(more) else x
 
 
 def _turned(x: Array) -> Array:
@@ -190,11 +193,15 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
 
 
 def _batched(function: Callable[..., Any], options: _Options) -> Callable[[dict[str, Array]], Any]:
-    """function(options, arrays), with axes of `jax.vmap` put before the rows: one launch, more programs."""
+    """function(options, arrays), with axes of `jax.vmap` put before the rows: one launch, more programs.
+
+    Devices share out the rows. What is interpreted has effects, which neither the compiler nor a device may part.
+    """
 
     @jax.custom_batching.custom_vmap
     def call(x: dict[str, Array]) -> Any:
-        return function(options, x)
+        here = partial(function, options)
+        return here(x) if interpreting() else plainly_typed(by_rows(here))(x)
 
     @call.def_vmap
     def rule(size: int, mapped: list[Any], x: dict[str, Array]) -> Any:
@@ -254,8 +261,9 @@ def delta_rule(
     delta_rule_vectors and delta_rule_states for policies of `jax.checkpoint`.
 
     Args:
-        q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K 64 or 128.
-        v: [B, T, H, V], dtype of q; V 64 or 128, H a multiple of Hk. Value head h reads key head h // (H // Hk).
+        q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K up to 128.
+        v: [B, T, H, V], dtype of q; V up to 128, H a multiple of Hk. Value head h reads key head h // (H // Hk). Where
+            K or V is not 64 or 128, a copy filled up with zeros is made.
         beta: [B, T, H], strength of the write, in [0, 2 / ||k||^2].
         log_decay: [B, T, H], natural log, <= 0, -inf legal; None for no decay. What is below -90 counts as -90.
         scale: multiplies q; a number.
@@ -277,13 +285,19 @@ def delta_rule(
     if reason is not None:
         raise NotImplementedError(f"delta_rule: {reason}.")
     B, T, H, V = v.shape
+    K = k.shape[-1]
+    wide = {"K": next(size for size in _SIZES if size >= K), "V": next(size for size in _SIZES if size >= V)}
     pieces = pieces or tuning.pieces(B * H, pl.cdiv(T, CHUNK))
-    if config is not None and V % (VALUE_TILE * config.tiles):
-        raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {V // VALUE_TILE}.")
+    if config is not None and wide["V"] % (VALUE_TILE * config.tiles):
+        tiles = wide["V"] // VALUE_TILE
+        raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {tiles}.")
     if 0 in (B, T, H):
-        state = jnp.zeros((B, H, k.shape[-1], V), jnp.float32)
+        state = jnp.zeros((B, H, K, V), jnp.float32)
         return jnp.zeros_like(v), state if initial_state is None else initial_state.astype(jnp.float32)
     variant = Variant(log_decay is not None, normalize_q, normalize_k, eps)
-    arrays = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "initial_state": initial_state}
-    options = _Options(float(scale), variant, config, pieces, save_states)
-    return _rule(options, {name: jnp.asarray(x) for name, x in arrays.items() if x is not None})
+    given = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "initial_state": initial_state}
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    filled = {"q": {"K": wide["K"]}, "k": {"K": wide["K"]}, "v": {"V": wide["V"]}, "initial_state": wide}
+    arrays = {name: _fill(x, **filled[name]) if name in filled else x for name, x in arrays.items()}
+    output, final = _rule(_Options(float(scale), variant, config, pieces, save_states), arrays)
+    return output[..., :V], final[..., :K, :V]

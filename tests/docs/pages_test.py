@@ -59,7 +59,7 @@ def test_a_page_names_all_arguments_options_and_state(made, name):
     state = mixer.empty(pages.SIZES, jnp.float32)
     for path, array in jax.tree.leaves_with_path(state):
         assert found[jax.tree_util.keystr(path, simple=True, separator=".")][3] == f"{array.nbytes:,}"
-    for form in mixer.implementations:
+    for form in (*mixer.implementations, *mixer.kernels):
         assert form in made[f"mixers/{name}.md"]
     assert name in made["mixers/index.md"]
 

@@ -120,6 +120,13 @@ def test_plan_of_the_associative_form():
     assert {"recurrent", "associative", "chunkwise"} <= forms
 
 
+def test_plan_of_kernels():
+    """A kernel, which not every device serves, is measured where it is named."""
+    planned = lambda *named: [case.implementation for case in plan(["kaczmarz"], [SHAPE], [], 1e9, named)]
+    assert "mosaic_gpu" not in planned()
+    assert planned("chunkwise", "mosaic_gpu") == ["chunkwise", "mosaic_gpu"]
+
+
 def test_table():
     cases = [Case("gla", SHAPE._replace(T=length), form) for form in ("chunkwise", peers.NAME) for length in (64, 256)]
     rows = [synthetic(case, 1e-3 if case.implementation == "chunkwise" else 4e-3) for case in cases]

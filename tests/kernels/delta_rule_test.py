@@ -1,17 +1,15 @@
 """The delta rule's kernels: values, interpreted, against the token loop in float64; lowering for CUDA without a GPU."""
 
 import itertools
-import os
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
 from delta_rule_program import CASES, LARGE, TWO, draw, forward
+from interpreted import run_cases
 
 from pallas_kernels.delta_rule.api import delta_rule, supports
 from pallas_kernels.delta_rule.tuning import Config, pieces, walk_config
@@ -19,24 +17,13 @@ from pallas_kernels.delta_rule.tuning import Config, pieces, walk_config
 QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
 
 
-def run_cases(cases, platform="cpu"):
-    """Checks cases in a process with threads enough for every warpgroup."""
-    program = Path(__file__).with_name("delta_rule_program.py")
-    paths = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
-    environment = {**os.environ, "NPROC": "8", "JAX_PLATFORMS": platform, "PYTHONPATH": paths}
-    command = [sys.executable, str(program), *cases]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
-    assert done.stdout.splitlines() == [f"ok {case}" for case in cases]
-
-
 def test_values():
-    run_cases(QUICK)
+    run_cases("delta_rule_program.py", QUICK)
 
 
 @pytest.mark.slow
 def test_values_of_all_cases():
-    run_cases([case for case in CASES if case not in QUICK])
+    run_cases("delta_rule_program.py", [case for case in CASES if case not in QUICK])
 
 
 def hopper():
@@ -51,7 +38,7 @@ def hopper():
 @pytest.mark.skipif(not hopper(), reason="the kernels run on NVIDIA Hopper")
 @pytest.mark.parametrize("case", [*CASES, *LARGE])
 def test_values_on_the_gpu(case):
-    run_cases([case], platform="cuda")
+    run_cases("delta_rule_program.py", [case], platform="cuda")
 
 
 NORMS = {"normalize_q": True, "normalize_k": True}
@@ -108,10 +95,11 @@ def test_refusals_say_why():
     q, k, v, beta = (jnp.asarray(inputs[key]) for key in ("q", "k", "v", "beta"))
     assert supports(q, k, v) is None
     assert "float32" in supports(q.astype(jnp.float32), k, v)
-    assert "48" in supports(q[..., :48], k[..., :48], v)
+    assert supports(q[..., :48], k[..., :48], v) is None
+    assert "192" in supports(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v)
     assert "Hopper" in supports(q, k, v, device=jax.devices("cpu")[0])
-    with pytest.raises(NotImplementedError, match="48"):
-        delta_rule(q[..., :48], k[..., :48], v, beta, scale=1.0)
+    with pytest.raises(NotImplementedError, match="192"):
+        delta_rule(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v, beta, scale=1.0)
     with pytest.raises(ValueError, match=r"k: shape .* wanted .*K"):
         delta_rule(q, k[..., :32], v, beta, scale=1.0)
     with pytest.raises(TypeError, match="v: dtype float32 given"):
