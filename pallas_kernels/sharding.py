@@ -41,7 +41,8 @@ def by_rows(function: Callable[[Pytree], Pytree]) -> Callable[[Pytree], Pytree]:
             spec = NamedSharding(mesh, PartitionSpec(None if rows % count else axis))
             return mesh, flat, tuple(spec for _ in results), tuple(spec for _ in arguments)
 
-        names, factors, sizes = [], [], {}
+        names, factors = [], []
+        sizes: dict[str, int] = {}
         for i, a in enumerate((*arrays, *results)):
             pieces = a.shape[0] // rows
             sizes |= {f"p{pieces}": pieces} if pieces > 1 else {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from linattn_jax.mixers.chunking import repeat_heads
 from linattn_jax.mixers.state import MatrixState
 from linattn_jax.types import Array
 
@@ -41,5 +42,26 @@ def find(op: str) -> Callable[..., Any] | None:
         gates = {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
         output, state = linear_attention(_KINDS[op], q, k, v, impl="chunked", output_final_state=True, **gates)
         return output, MatrixState(state)
+
+    return call
+
+
+@cache
+def kernel(op: str) -> Callable[..., Any] | None:
+    """The package's own choice of implementation, its kernel where one serves; arguments as for `find`, no state.
+
+    Shared key heads are repeated inside, as whoever calls it has to.
+    """
+    try:
+        from jla.ops import linear_attention
+    except ImportError:
+        return None
+    if op not in _KINDS:
+        return None
+
+    def call(q: Array, k: Array, v: Array, **gates: Array) -> tuple[Array, None]:
+        gates = {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
+        q, k = (repeat_heads(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+        return linear_attention(_KINDS[op], q, k, v, **gates)[0], None
 
     return call

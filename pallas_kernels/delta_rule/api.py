@@ -67,15 +67,25 @@ class _Options:
 
     scale: float
     variant: Variant
-    config: Config
+    config: Config | None
     pieces: int
     save_states: bool
 
     @property
     def common(self) -> dict[str, Any]:
-        """What every walk is told."""
+        """What the kernels are told."""
         interpreter = plgpu.InterpretGPUParams(detect_races=True) if interpreting() else None
-        return {"scale": self.scale, "variant": self.variant, "config": self.config, "interpret": interpreter}
+        return {"scale": self.scale, "variant": self.variant, "interpret": interpreter}
+
+    def walk(self, *arrays: Array | None, backward: bool = False, save_states: bool = False, **kwargs: Any) -> Any:
+        """`states.walk` with the settings for it."""
+        _, k, v, inverses, *_ = arrays
+        assert k is not None
+        assert inverses is not None
+        width, rows = (k if v is None else v).shape[-1], inverses.shape[0] * inverses.shape[1]
+        config = self.config or tuning.walk_config(width, rows, saving=save_states and not backward)
+        kwargs |= {"backward": backward, "save_states": save_states, "config": config, **self.common}
+        return states.walk(*arrays, **kwargs)  # type: ignore[arg-type]
 
 
 def _fill(x: Array, **sizes: int) -> Array:
@@ -112,16 +122,16 @@ def _solve(options: _Options, k: Array, beta: Array, log_decay: Array | None) ->
 
 
 def _starts(
-    options: _Options, walk: Callable[..., Any], maps: tuple[Array, Array], initial: Array | None, backward: bool
+    options: _Options, walk: Callable[..., Any], maps: tuple[Array, ...], initial: Array | None, backward: bool
 ) -> Array | None:
     """The transposed states that the pieces' walks start from; walk: from zeros, without results."""
     if options.pieces == 1:
         return initial
     (offsets,) = walk(None, results=False)
     split = lambda x: x.reshape(-1, options.pieces, *x.shape[1:])
-    parts = tuple(map(split, maps))
+    high, low = map(split, maps)
     interpret = options.common["interpret"]
-    starts = chain(parts, split(offsets), initial, backward=backward, interpret=interpret)
+    starts = chain((high, low), split(offsets), initial, backward=backward, interpret=interpret)
     return starts.reshape(offsets.shape)
 
 
@@ -130,11 +140,11 @@ def _forward(options: _Options, x: dict[str, Array]) -> tuple[tuple[Array, Array
     B, T, H, V = x["v"].shape
     q, k, v = _in_pieces(options, x["q"], x["k"], x["v"])
     inverses, vectors = _solve(options, k, x["beta"], x.get("log_decay"))
-    maps = ()
+    maps: tuple[Array, ...] = ()
     if options.pieces > 1:
-        (transitions,) = states.walk(q, k, None, inverses, vectors, None, results=False, **options.common)
+        (transitions,) = options.walk(q, k, None, inverses, vectors, None, results=False)
         maps = halves(transitions)
-    walk = partial(states.walk, q, k, v, inverses, vectors, **options.common)
+    walk = partial(options.walk, q, k, v, inverses, vectors)
     initial = _turned(x["initial_state"].astype(jnp.float32)) if "initial_state" in x else None
     final, output, *saved = walk(_starts(options, walk, maps, initial, False), save_states=options.save_states)
     result = output.reshape(B, -1, H, V)[:, :T], _turned(final.reshape(B, -1, *final.shape[1:])[:, -1])
@@ -150,13 +160,12 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
     H = x["v"].shape[2]
     q, k, v, output = _in_pieces(options, x["q"], x["k"], x["v"], x["output"].astype(x["v"].dtype))
     inverses, vectors = x["inverses"], x["vectors"]
-    walk = partial(states.walk, q, k, output, inverses, vectors, backward=True, **options.common)
+    walk = partial(options.walk, q, k, output, inverses, vectors, backward=True)
     maps = tuple(x[name] for name in ("transitions", "remainders") if name in x)
     start = _starts(options, walk, maps, _turned(x["final"].astype(jnp.float32)), True)
     initial, residuals, dstates = walk(start, save_states=True)
-    common = {name: value for name, value in options.common.items() if name != "config"}
     dq, dk, dv, gates = gradients.run(
-        q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **common
+        q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **options.common
     )
 
     def by_token(x: Array) -> Array:
@@ -165,7 +174,7 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
     def of_keys(x: Array) -> Array:
         """From value heads to the key heads that they share."""
         x = by_token(x)
-        if H == Hk:
+        if Hk == H:
             return x
         return x.reshape(B, T, Hk, H // Hk, K).astype(jnp.float32).sum(3).astype(x.dtype)
 
@@ -282,8 +291,7 @@ def delta_rule(
     K = k.shape[-1]
     wide = {"K": next(size for size in _SIZES if size >= K), "V": next(size for size in _SIZES if size >= V)}
     pieces = pieces or tuning.pieces(B * H, pl.cdiv(T, CHUNK))
-    config = config or tuning.forward_config(wide["V"], B * H * pieces)
-    if wide["V"] % (VALUE_TILE * config.tiles):
+    if config is not None and wide["V"] % (VALUE_TILE * config.tiles):
         tiles = wide["V"] // VALUE_TILE
         raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {tiles}.")
     if 0 in (B, T, H):

@@ -1,4 +1,4 @@
-"""The gradients that are local to a chunk, for all chunks at once: those of queries, keys, values, strengths and decays.
+"""The gradients local to a chunk, for all chunks at once: those of queries, keys, values, strengths and decays.
 
 With the state S before a chunk, the gradient dS of the state after it, the residual's gradient dR (`states`, backward)
 and the errors E, which are computed again from S, and with weights r (reading), e (erasing), w (writing) of rows and
@@ -10,18 +10,20 @@ over rows of q dQ and of k times either bracket; the chunk's last state adds <S'
 both brackets with opposite signs: what does not cross a gate cancels to the digits of float32, since both sides have
 multiplied the same rounded numbers. A strength's gradient is the diagonal of dR E^T over the strength.
 
-Floors at B, T, H, K, V = 8, 2048, 16, 128, 128 in bfloat16: q, k, v, dO, dR, S, dS and the inverse read, 154 KB a chunk,
-dQ, dK and dV written, 48 KB: 830 MB, 0.195 ms at 4.25 TB/s. 15.7 MFLOP a chunk, 64 GFLOP, 0.089 ms at 724 TFLOP/s.
+Floors at B, T, H, K, V = 8, 2048, 16, 128, 128 in bfloat16: q, k, v, dO, dR, S, dS and the inverse read, 154 KB
+a chunk, dQ, dK and dV written, 48 KB: 830 MB, 0.195 ms at 4.25 TB/s. 15.7 MFLOP a chunk, 64 GFLOP, 0.089 ms at
+724 TFLOP/s.
 
 Who does what. A program walks over chunks of any rows and heads. One warpgroup copies; for each 64 key columns another
-computes the gradients of these columns of q and k. What is [C, C] is shared: the first computes dP, the last dA, and each
-the errors of its 64 value columns; they meet when the errors, dP and dA, and the sums over rows are there. Keys and
-vectors have two buffers, everything else one, filled for the next chunk as soon as this chunk is done with it: states
-and gradients halfway through, while the rest is computed from dP, dA, q and k.
+computes the gradients of these columns of q and k. What is [C, C] is shared: the first computes dP, the last dA, and
+each the errors of its 64 value columns; they meet when the errors, dP and dA, and the sums over rows are there. Keys
+and vectors have two buffers, everything else one, filled for the next chunk as soon as this chunk is done with it:
+states and gradients halfway through, while the rest is computed from dP, dA, q and k.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -187,8 +189,8 @@ def run(
             first, last = own == 0, own == groups - 1
             batch, head, n = where(i)
             slot, tokens, mine = lax.rem(i, 2), pl.ds(n * _C, _C), pl.ds(own * _KEY_TILE, _KEY_TILE)
-            # Were it known that all chunks use the same memory, some 60 descriptors of products would be computed before
-            # the loop and, for want of registers, kept in memory.
+            # Were it known that all chunks use the same memory, some 60 descriptors of products would be computed
+            # before the loop and, for want of registers, kept in memory.
             nought = lax.optimization_barrier(lax.rem(i, 1))
             x = {"k": twice["k"].at[slot]} | {name: ref.at[nought] for name, ref in once.items()}
             scores, system = x.pop("scores"), x.pop("system")
@@ -263,23 +265,24 @@ def run(
                 partial.at[own, j][...] = sums[name]
             meet()
 
-            query, erased, written, ended = (
-                sum(plgpu.load(partial.at[g, j], layout=ROW) for g in range(groups)) for j in range(len(rows))
-            )
+            def whole(name: str) -> Array:
+                parts = [plgpu.load(partial.at[g, rows.index(name)], layout=ROW) for g in range(groups)]
+                return functools.reduce(jnp.add, parts)
+
+            queried, erased, written, ended = map(whole, rows)
             dk = dk_erase + dk_write
             if variant.normalize_q:
                 square_of_norm = 1 / (square_sums(x["q"]) + NORM_EPS)
-                dq = dq - tile("q") * by_row(square_of_norm * query, _KEY_TILE)
-            if variant.keyed:
-                # Through KLA's r = rsqrt(|k|^2 + eps), whose logarithm has twice the diagonal, and through the norm.
-                change = None
-                if variant.eps is not None:
-                    change = plgpu.load(total.at[0], layout=ROW) * row("ratio") * row("ratio") * -2.0
-                if variant.normalize_k:
-                    square_of_norm = row("norm") * row("norm")
-                    direct = -(erased + written)
-                    change = direct if change is None else direct + change * square_of_norm * NORM_EPS
-                    change = change * square_of_norm
+                dq = dq - tile("q") * by_row(square_of_norm * queried, _KEY_TILE)
+            # Through KLA's r = rsqrt(|k|^2 + eps), whose logarithm has twice the diagonal, and through the norm.
+            changes = []
+            if variant.eps is not None:
+                changes.append(plgpu.load(total.at[0], layout=ROW) * row("ratio") * row("ratio") * -2.0)
+            if variant.normalize_k:
+                square_of_norm = row("norm") * row("norm")
+                changes = [change * square_of_norm * square_of_norm * NORM_EPS for change in changes]
+                changes.append(-(erased + written) * square_of_norm)
+            for change in changes:
                 dk = dk + tile("k") * by_row(change, _KEY_TILE)
 
             def send(buffer: Ref, value: Array, name: str) -> None:
@@ -291,7 +294,7 @@ def run(
             if first:
                 gates.at[0][...] = plgpu.load(total.at[0], layout=ROW)
                 if variant.gated:
-                    total.at[1][...], total.at[2][...] = query + erased - written, ended
+                    total.at[1][...], total.at[2][...] = queried + erased - written, ended
                     plgpu.commit_smem()
                     later = jnp.where(index(1) >= index(0), weight(total.at[1]), 0.0)
                     gates.at[1][...] = jnp.sum(later + weight(total.at[2]), axis=1)

@@ -1,7 +1,7 @@
 """The inverses of all chunks' triangular systems, and the weights that go with them: the part that needs no state.
 
 For each chunk of 64 tokens of each value head, with A = strict_tril(diag(beta) (K K^T o L)), L_ij = e^{G_i - G_j},
-    D = diag(sqrt |beta|),   A = D B D^{-1}, up to signs,   (I + A)^{-1} diag(beta) = D (I + B)^{-1} D (signs at the right).
+    D = diag(sqrt |beta|),   A = D B D^{-1} up to signs,   (I + A)^{-1} diag(beta) = D (I + B)^{-1} D.
 B is bounded by 2 wherever the rule contracts, whatever the sizes of strengths and keys, and so is its inverse, which
 fits float16; the two D join the weights around it. KLA's r = rsqrt(||k||^2 + eps) on k and v, and the L2 norm of k,
 are weights of rows and columns around the same K K^T, and the norms are its diagonal: they cost vectors, not passes.
@@ -29,13 +29,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import math as math_dialect
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import math as math_dialect
 
 from pallas_kernels.delta_rule.tiles import (
     COLUMN,
@@ -47,7 +47,6 @@ from pallas_kernels.delta_rule.tiles import (
     NORM_EPS,
     ROW,
     TILE,
-    TILE_ROWS,
     Products,
     Ref,
     Variant,
@@ -75,7 +74,7 @@ def _emulate_invert_blocks(a: Array) -> Array:
 
 @plgpu.inline_mgpu(
     arg_types=(TILE, plgpu.RefType()),
-    return_type=plgpu.ShapeDtypeStruct((_C, _C), jnp.float32, layout=TILE),
+    return_type=plgpu.ShapeDtypeStruct((_C, _C), jnp.dtype(jnp.float32), layout=TILE),
 )
 def _invert_blocks(context: Any, a: Any, scratch: Any) -> Any:
     """Inverses of the diagonal blocks of size 16 of I - a, a strictly lower triangular, by forward substitution.
@@ -224,7 +223,7 @@ def solve(
 
     k: [B, T, Hk, K], 16 bit, T a multiple of 8; beta, log_decay: [B, H, N 64] in float32, 0 beyond the row's end.
     """
-    B, T, Hk, K = k.shape
+    B, _, Hk, K = k.shape
     H, N = beta.shape[1], beta.shape[2] // _C
     groups = SOLVE_GROUPS
     programs = min(MULTIPROCESSORS, pl.cdiv(B * H * N, groups))

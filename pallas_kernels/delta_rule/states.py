@@ -4,13 +4,13 @@ The chunk form. With G the sums of log decays in a chunk of C = 64 tokens, L_ij 
 state [K, V] before the chunk,
     A = strict_tril(diag(beta) (K K^T o L)),   E = (I + A)^{-1} diag(beta) (V - e^G K S_0),
     O = e^G Q S_0 + (Q K^T o L) E,             S_C = e^{G_C} S_0 + (e^{G_C - G} K)^T E.
-L2 norms, KLA's coefficient, strengths and `scale` are weights of rows and columns around products of the raw q, k and v.
+L2 norms, KLA's coefficient, strengths and `scale` are weights of rows and columns around products of raw q, k and v.
 Inverses and weights come from `inverse.solve`, which works on all chunks at once.
 
-Backward, from the last chunk to the first, with X the inverse, P the scores and dS the gradient of the chunk's last state,
+Backward, from the last chunk to the first, with X the inverse, P the scores, dS the gradient of a chunk's last state,
     dE = P^T dO + w K dS,   dR = X^T dE,   dS <- e^{G_C} dS + (e^G Q)^T dO - (e^G K)^T dR,
-where w are the weights that errors are written with, and R the residual before the inverse. The rest of the gradients is
-local to chunks: `gradients` computes it for all chunks at once, from dR and the saved states and their gradients.
+where w are the weights that errors are written with, and R the residual before the inverse. The rest of the gradients
+is local to chunks: `gradients` computes it for all chunks at once, from dR and the saved states and their gradients.
 
 Floors at B, T, H, K, V = 8, 2048, 16, 128, 128 in bfloat16, for a card that copies 4.25 TB/s and reaches 724 TFLOP/s.
     Bytes: q, k, v and o once, 268 MB, and inverses and vectors, 41 MB: 0.073 ms.
@@ -144,7 +144,7 @@ def walk(
     save_states: bool = False,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
-    """The transposed last state [B, H, V, K] in float32 and, where asked for, output [B, T, H, V] and states before chunks.
+    """The transposed last state [B, H, V, K] in float32; where asked for, output [B, T, H, V] and states before chunks.
 
     Backward, the last chunk comes first: from the outputs' gradients and the final state's to the initial state's, and
     to the residuals' [B, T, H, V] and those of the states after chunks.
@@ -184,10 +184,11 @@ def walk(
     names = variant.vectors
     sums = ("coarse_row", "fine_row") if variant.gated and scored else ()
     keys = tuple(name for name in ("k", "q") if name in inputs)
-    values = {} if v is None else {"v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype)}
+    values: dict[str, Any] = {} if v is None else {"v": tiles_buffer((stages, tiles, _C, VALUE_TILE), dtype)}
+    by_key: dict[str, Any] = {name: tiles_buffer((stages, _C, K), dtype) for name in keys}
     scratch = {
         "loaded": {
-            **{name: tiles_buffer((stages, _C, K), dtype) for name in keys},
+            **by_key,
             **values,
             "solve": tiles_buffer((stages, _C, _C), jnp.float16),
             "vectors": plgpu.SMEM((stages, len(names), _C), jnp.float32),
@@ -217,8 +218,8 @@ def walk(
             n = place(n)
             rows = pl.ds(n * _C, _C)
             barrier = arrived.at[stage]
-            for name in keys:
-                plgpu.copy_gmem_to_smem(hbm[name].at[batch, rows, key_head], loaded[name].at[stage], barrier)
+            for key in keys:
+                plgpu.copy_gmem_to_smem(hbm[key].at[batch, rows, key_head], loaded[key].at[stage], barrier)
             for tile in range(tiles if values else 0):
                 columns = pl.ds((part * tiles + tile) * VALUE_TILE, VALUE_TILE)
                 source = hbm["v"].at[batch, rows, head, columns]
@@ -293,6 +294,7 @@ def walk(
                     plgpu.copy_smem_to_gmem(buffer, target)
 
                 for j in range(sends):
+
                     def write_state(buffer: Ref, j: int = j) -> None:
                         buffer[...] = state[:, j * 64 : (j + 1) * 64].astype(dtype)
 
@@ -307,6 +309,7 @@ def walk(
                 plgpu.barrier_arrive(consumed.at[stage])
 
                 def write_output(buffer: Ref) -> None:
+                    assert output is not None
                     buffer.T[...] = output.astype(dtype)
 
                 if results:

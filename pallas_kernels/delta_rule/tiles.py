@@ -30,8 +30,8 @@ COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, 
 
 # 2^-130 is 0 in float32, up to what no product can show. A bound makes -inf harmless and the sums of a chunk exact.
 LEAST_LOG2_DECAY = -130.0
-# Strengths below count as this. The gradient of a strength is a product of errors that both contain its root, divided by
-# the strength: at 0 the quotient would be lost. 2^-32 of a value is less than float32 shows next to others.
+# Strengths below count as this. The gradient of a strength is a product of errors that both contain its root, divided
+# by the strength: at 0 the quotient would be lost. 2^-32 of a value is less than float32 shows next to others.
 LEAST_STRENGTH = 2.0**-32
 NORM_EPS = 1e-6  # of the L2 norms of q and k, under the root
 # Multiples of 1/16 down to 64 * -130 are exact in float32, and so are their sums and differences.

@@ -41,21 +41,19 @@ class Config:
                 raise ValueError(f"registers {registers} given, wanted a sum that {self.tiles + 1} warpgroups have.")
 
 
-# By value tiles of a program. For two, shares near the most that the register file gives, chosen by what the compiler
-# says of spills and of serialised wgmma, not by timing: the kernel has not been timed yet.
-_FORWARD = {
-    1: Config(tiles=1),
-    2: Config(tiles=2, state_registers=192, score_registers=120),
-}
+# By value tiles of a program: what the compiler serves without spilling and without serialised products. With states to
+# save, a state warpgroup needs more registers, and that of the scores makes do with fewer.
+_WALK = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=192, score_registers=120)}
+_SAVING = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=208, score_registers=88)}
 
 
-def forward_config(value_size: int, rows: int = MULTIPROCESSORS) -> Config:
-    """The settings for V = `value_size` and `rows` rows times heads.
+def walk_config(value_size: int, rows: int, *, saving: bool = False) -> Config:
+    """The settings for V = `value_size` and `rows` rows times heads; saving: for the forward walk that saves states.
 
     As many state warpgroups in a program as there are value tiles; one, where programs for each tile find room at once.
     """
     tiles = value_size // VALUE_TILE
-    return _FORWARD[1 if tiles * rows <= MULTIPROCESSORS else tiles]
+    return (_SAVING if saving else _WALK)[1 if tiles * rows <= MULTIPROCESSORS else tiles]
 
 
 def pieces(rows: int, chunks: int) -> int:

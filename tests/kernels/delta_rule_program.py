@@ -1,5 +1,6 @@
-"""Runs the delta rule's kernels, interpreted, on the cases named by the arguments, against the token loop in float64.
+"""Runs the delta rule's kernels on the cases named by the arguments, against the token loop in float64.
 
+On a CPU they run interpreted, on a GPU as they are; cases of LARGE want one. With --report errors are only printed.
 A program of its own because every warpgroup that is interpreted holds a thread of the compute pool while it waits for
 the others: the pool must have more threads than the kernel has warpgroups, and its size is fixed when a process starts.
 """
@@ -15,6 +16,7 @@ from reference import reference
 from tolerances import assert_close, limit
 
 import pallas_kernels
+from linattn_jax import gated_delta_rule
 from pallas_kernels.delta_rule.api import delta_rule
 from pallas_kernels.delta_rule.tuning import Config
 
@@ -119,13 +121,18 @@ def gradients(name, inputs, state, output, final, *, scale, eps=1e-6, normalize_
     return {key: d[key] for key in x} | ({} if state is None else {"initial_state": dS})
 
 
+def running():
+    """Interpreted on a CPU, as they are on a GPU."""
+    return pallas_kernels.interpret() if jax.default_backend() == "cpu" else nullcontext()
+
+
 def check(case, report=False):
     """Asserts output and final state, and the gradients of all arguments."""
     name, drawn, options = CASES[case]
     inputs, state = draw(name, **drawn)
     call, arguments = forward(name, inputs, state, **options)
     random = np.random.default_rng(7)
-    with pallas_kernels.interpret() if jax.default_backend() == "cpu" else nullcontext():
+    with running():
         (output, final), back = jax.vjp(call, *arguments)
         given = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in (output, final)]
         grads = dict(zip(("q", "k", "v", "strength", "log_decay", "initial_state"), back(tuple(given)), strict=True))
@@ -138,16 +145,87 @@ def check(case, report=False):
     assert_close(final, last["S"], limit("state", dtype), f"{case}: final state")
     for key, grad in gradients(name, inputs, state, *given, scale=inputs["k"].shape[-1] ** -0.5, **options).items():
         ours = grads["strength" if key in ("beta", "eta") else key]
-        bound = {"q": 8e-3, "k": 8e-3, "v": 8e-3, "initial_state": 8e-3}.get(key, 2e-2)
-        if report:
-            error = np.linalg.norm(np.asarray(ours, np.float64) - grad) / max(np.linalg.norm(grad), 1e-30)
-            print(f"{case:24s} {key:14s} {error:.2e} of {np.linalg.norm(grad):.2e}")
-        else:
-            assert_close(ours, grad, bound, f"{case}: gradient of {key}")
+        judge(ours, grad, bound(key), f"{case}: gradient of {key}", report)
+
+
+# Sizes, and the tokens that are held against float64 from a token on that forgets what was before; None: all tokens,
+# against the plain chunkwise form in float32.
+LARGE = {
+    "long row": ({"T": 65537, "H": 4, "K": 128}, None),
+    "more than 2^31 elements": ({"T": 2**20 + 72, "H": 16, "K": 128}, 500),
+    "documents of one token": ({"T": 4096, "H": 32, "K": 64}, 64),
+}
+
+
+def check_large(case, report=False):
+    """Asserts output, final state and gradients of the gated rule at sizes that are too much for a token loop."""
+    size, last = LARGE[case]
+    T, H, K = size["T"], size["H"], size["K"]
+    random = jax.jit(lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape), static_argnums=(1, 2, 3, 4))
+    repeats = -(-T // 4096)
+
+    def drawn(seed, *shape):
+        return jnp.tile(random(seed, 1, 4096, *shape).astype(jnp.bfloat16), (1, repeats, 1, 1))[:, :T]
+
+    unit = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True).astype(x.dtype)
+    q, k, v, given = unit(drawn(0, H, K)), unit(drawn(1, H, K)), drawn(2, H, K), drawn(3, H, K)
+    beta, log_decay = (jax.nn.sigmoid(drawn(seed, H, 1)[..., 0].astype(jnp.float32)) for seed in (4, 5))
+    log_decay = jnp.log(log_decay)
+    if last is not None:
+        log_decay = log_decay.at[:, T - last].set(-jnp.inf)
+    if case == "documents of one token":
+        log_decay = jnp.full_like(log_decay, -jnp.inf)
+    final = random(6, 1, H, K, K)
+    names = ("q", "k", "v", "beta", "log_decay")
+    inputs = dict(zip(names, (q, k, v, beta, log_decay), strict=True))
+    if last is not None:
+        given = given.at[:, : T - last].set(0)
+    options = {"scale": K**-0.5}
+
+    def both(call, cotangents):
+        return jax.jit(lambda x: (lambda out, back: (*out, *back(cotangents)))(*jax.vjp(call, *x)))
+
+    kernel = lambda *x: delta_rule(*x, **options)
+    with running():
+        output, state, *grads = both(kernel, (given, final))(tuple(inputs.values()))
+    cut = lambda x: x if last is None else np.asarray(x[:, T - last :], np.float64)
+    seen = {"output": cut(output), "state": state} | {key: cut(g) for key, g in zip(names, grads, strict=True)}
+    if last is None:
+
+        def plain(q, k, v, beta, log_decay):
+            output, state = gated_delta_rule(q, k, v, log_decay, beta, implementation="chunkwise", **options)
+            return output, state.S
+
+        wide = {key: a.astype(jnp.float32) for key, a in inputs.items()}
+        with jax.default_matmul_precision("highest"):
+            out = both(plain, (given.astype(jnp.float32), final))(tuple(wide.values()))
+        wanted = dict(zip(("output", "state", *names), out, strict=True))
+    else:
+        one = {key: cut(a) for key, a in inputs.items()}
+        output, state = reference("gated_delta_rule", one)
+        wanted = {"output": output, "state": state["S"]}
+        wanted |= gradients("gated_delta_rule", one, None, cut(given), final, **options)
+    for key, value in wanted.items():
+        judge(seen[key], value, {"output": 5e-3, "state": 5e-3}.get(key, bound(key)), f"{case}: {key}", report)
+
+
+def bound(key):
+    """The limit of a gradient's error."""
+    return 8e-3 if key in ("q", "k", "v", "initial_state") else 2e-2
+
+
+def judge(seen, wanted, limit, what, report):
+    """Asserts an error, or prints it."""
+    if report:
+        seen, wanted = np.asarray(seen, np.float64), np.asarray(wanted, np.float64)
+        size = np.linalg.norm(wanted)
+        print(f"{what:40s} {np.linalg.norm(seen - wanted) / max(size, 1e-30):.2e} of {size:.2e}")
+    else:
+        assert_close(seen, wanted, limit, what)
 
 
 if __name__ == "__main__":
     report = "--report" in sys.argv
     for case in [a for a in sys.argv[1:] if not a.startswith("--")] or CASES:
-        check(case, report)
+        (check_large if case in LARGE else check)(case, report)
         print("ok", case, flush=True)

@@ -1,14 +1,18 @@
 """The delta rule's kernels: values, interpreted, against the token loop in float64; lowering for CUDA without a GPU."""
 
+import itertools
+import shutil
+import subprocess
+
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
-from delta_rule_program import CASES, TWO, draw, forward
+from delta_rule_program import CASES, LARGE, TWO, draw, forward
 from interpreted import run_cases
 
 from pallas_kernels.delta_rule.api import delta_rule, supports
-from pallas_kernels.delta_rule.tuning import Config, forward_config
+from pallas_kernels.delta_rule.tuning import Config, pieces, walk_config
 
 QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
 
@@ -22,19 +26,60 @@ def test_values_of_all_cases():
     run_cases("delta_rule_program.py", [case for case in CASES if case not in QUICK])
 
 
+def hopper():
+    """Whether this machine has a Hopper GPU; JAX is not asked, which would take the GPU's memory from the programs."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    return "9.0" in subprocess.run(query, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hopper(), reason="the kernels run on NVIDIA Hopper")
+@pytest.mark.parametrize("case", [*CASES, *LARGE])
+def test_values_on_the_gpu(case):
+    run_cases("delta_rule_program.py", [case], platform="cuda")
+
+
+NORMS = {"normalize_q": True, "normalize_k": True}
+RULES = [
+    ("delta_rule", {}),
+    ("gated_delta_rule", {}),
+    ("kaczmarz", {}),
+    ("gated_delta_rule", NORMS),
+    ("kaczmarz", NORMS),
+]
+# Tokens, pieces, whether there is a state and shared key heads.
+LENGTHS = [(100, 1, False), (256, 1, True), (200, 2, True)]
+
+
+def pairwise(rows):
+    """Some of `rows` in which every two values that occur together in a row do so."""
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing = set().union(*pairs.values())
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[best]
+        yield best
+
+
+SIGNATURES = list(itertools.product(range(len(RULES)), (64, 128), (64, 128), ("bfloat16", "float16"), LENGTHS))
+PUSHED = set(pairwise(SIGNATURES))
+
+
 @pytest.mark.parametrize(
-    ("name", "drawn", "options"),
-    [
-        ("delta_rule", {"T": 128, "dtype": "float16"}, {}),
-        ("gated_delta_rule", {"T": 128, "K": 128, "V": 128, "H": 4, "Hk": 2, "state": True}, {"config": TWO}),
-        ("kaczmarz", {"T": 100, "K": 128}, {"normalize_q": True, "normalize_k": True, "save_states": True}),
-    ],
+    ("rule", "K", "V", "dtype", "length"),
+    [pytest.param(*row, marks=() if row in PUSHED else pytest.mark.slow) for row in SIGNATURES],
 )
-def test_lowers_for_cuda(name, drawn, options):
-    call, arguments = forward(name, *draw(name, **drawn), **options)
+def test_lowers_for_cuda(rule, K, V, dtype, length):
+    (name, options), (T, cut, state) = RULES[rule], length
+    drawn = {"T": T, "K": K, "V": V, "H": 2, "Hk": 1 if state else 2, "dtype": dtype, "state": state}
+    call, arguments = forward(name, *draw(name, **drawn), **options, pieces=cut, config=None)
+    both = jax.jit(lambda *x: (lambda out, back: back(out))(*jax.vjp(call, *x)))
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
-    exported = jax.export.export(call, platforms=["cuda"], disabled_checks=unchecked)(*arguments)
-    assert "mosaic_gpu" in exported.mlir_module()
+    exported = jax.export.export(both, platforms=["cuda"], disabled_checks=unchecked)(*arguments)
+    # The inverses, two walks, the local gradients; of pieces, a transition and offsets each way and two chains more.
+    assert exported.mlir_module().count("custom_call @mosaic_gpu") == (4 if cut == 1 else 9)
 
 
 def test_no_tokens():
@@ -66,7 +111,10 @@ def test_refusals_say_why():
 
 
 def test_settings_are_checked():
-    assert forward_config(128).tiles == 2
+    assert walk_config(128, 128).tiles == 2
+    assert walk_config(128, 16).tiles == 1
+    assert pieces(16, 256) == 8
+    assert pieces(128, 256) == pieces(16, 16) == 1
     with pytest.raises(ValueError, match="tiles"):
         Config(tiles=3)
     with pytest.raises(ValueError, match="registers"):

@@ -1,4 +1,4 @@
-"""Runs a program of this folder that checks cases on interpreted kernels."""
+"""Runs a program of this folder that checks cases on kernels, interpreted unless a GPU is named."""
 
 import os
 import subprocess
@@ -18,6 +18,6 @@ def run(program, *arguments, **environment):
     return done.stdout.splitlines()
 
 
-def run_cases(program, cases):
+def run_cases(program, cases, platform="cpu"):
     """Asserts that all cases pass."""
-    assert run(program, *cases) == [f"ok {case}" for case in cases]
+    assert run(program, *cases, JAX_PLATFORMS=platform) == [f"ok {case}" for case in cases]
