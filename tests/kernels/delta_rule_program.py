@@ -182,12 +182,12 @@ def check_large(case, report=False):
         given = given.at[:, : T - last].set(0)
     options = {"scale": K**-0.5}
 
-    def both(call, cotangents):
-        return jax.jit(lambda x: (lambda out, back: (*out, *back(cotangents)))(*jax.vjp(call, *x)))
+    def both(call, cotangents, x):
+        return jax.jit(lambda x, c: (lambda out, back: (*out, *back(c)))(*jax.vjp(call, *x)))(x, cotangents)
 
     kernel = lambda *x: delta_rule(*x, **options)
     with running():
-        output, state, *grads = both(kernel, (given, final))(tuple(inputs.values()))
+        output, state, *grads = both(kernel, (given, final), tuple(inputs.values()))
     cut = lambda x: x if last is None else np.asarray(x[:, T - last :], np.float64)
     seen = {"output": cut(output), "state": state} | {key: cut(g) for key, g in zip(names, grads, strict=True)}
     if last is None:
@@ -198,7 +198,7 @@ def check_large(case, report=False):
 
         wide = {key: a.astype(jnp.float32) for key, a in inputs.items()}
         with jax.default_matmul_precision("highest"):
-            out = both(plain, (given.astype(jnp.float32), final))(tuple(wide.values()))
+            out = both(plain, (given.astype(jnp.float32), final), tuple(wide.values()))
         wanted = dict(zip(("output", "state", *names), out, strict=True))
     else:
         one = {key: cut(a) for key, a in inputs.items()}
