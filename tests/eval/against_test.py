@@ -2,22 +2,19 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import jax
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 
-from experiments import bench
 from linattn_jax.eval import against, against_record, timing
 from linattn_jax.eval.against import Comparison
 from linattn_jax.eval.kernels import KERNELS
 from linattn_jax.eval.timing import Shape
 from linattn_jax.mixers.dispatch import MIXERS
-from linattn_jax.types import UserError
 
 TINY = Shape(2, 72, 1, 2, 16, 8)
 LARGE = Shape(8, 2048, 16, 16, 128, 128)
@@ -236,16 +233,22 @@ def test_how_a_process_ends(monkeypatch, tmp_path, script, failure):
     assert against_record.start(Comparison("delta_rule", TINY), ["ours"], tmp_path / "a.json", 1) == failure
 
 
-def test_the_program(monkeypatch, tmp_path):
+def bench(*arguments):
+    """The program in a process of its own, as its flags have the names of other programs'."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "experiments.bench", "--against=peers", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+
+
+def test_the_program(tmp_path):
     """A process of its own measures a small shape on the CPU; the JSON says what, where and how."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(bench.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    )
     path = tmp_path / "runs" / "a.json"
-    with flagsaver.flagsaver():
-        flags.FLAGS(["bench", "--op=gated_delta_rule", "--against=peers", "--smoke", "--seed=3", f"--output={path}",
-                     "--implementations=ours,jax-linear-attention,fla"])  # fmt: skip
-        bench.main([])
+    done = bench(
+        "--op=gated_delta_rule", "--smoke", "--seed=3", "--seconds=0.1", f"--output={path}",
+        "--implementations=ours,jax-linear-attention,fla",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
     content = json.loads(path.read_text())
     assert {"started", "commit", "dirty", "command", "versions", "devices"} < set(content)
     assert content["seed"] == 3
@@ -283,10 +286,9 @@ def test_the_program(monkeypatch, tmp_path):
     ],
 )
 def test_what_is_asked_wrongly(arguments, sentence):
-    with flagsaver.flagsaver():
-        flags.FLAGS(["bench", "--against=peers", *arguments])
-        with pytest.raises(UserError, match=sentence):
-            bench.main([])
+    done = bench(*arguments)
+    assert done.returncode != 0
+    assert sentence in done.stderr + done.stdout
 
 
 def test_device_times(monkeypatch):
