@@ -261,7 +261,8 @@ def delta_rule(
 
     Differentiable in all arrays, with respect to output and final state, once. What the backward pass needs is the
     arguments, each chunk's inverse (8 KB) and the states before chunks in 16 bit, under the names delta_rule_inverses,
-    delta_rule_vectors and delta_rule_states for policies of `jax.checkpoint`.
+    delta_rule_vectors and delta_rule_states (of pieces delta_rule_transitions and delta_rule_remainders too) for
+    policies of `jax.checkpoint`.
 
     Args:
         q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K up to 128.

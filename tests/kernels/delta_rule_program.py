@@ -21,6 +21,7 @@ from pallas_kernels.delta_rule.api import delta_rule
 from pallas_kernels.delta_rule.tuning import Config
 
 ONE, TWO = Config(tiles=1), Config(tiles=2)
+STAYS = {"decay": "zero"}
 INSIDE = {"normalize_q": True, "normalize_k": True}
 
 # The mixer, its arguments (beside those of `draw`), the kernel's options.
@@ -40,8 +41,11 @@ CASES = {
     "short": ("gated_delta_rule", {"T": 15, "state": True}, {}),
     "tail": ("gated_delta_rule", {"T": 129, "K": 128, "state": True}, {}),
     "parallel": ("gated_delta_rule", {"T": 128, "keys": "parallel"}, {}),
-    "pieces": ("gated_delta_rule", {"T": 600, "B": 2, "H": 2, "Hk": 1, "state": True}, {"pieces": 4}),
-    "pieces, wide": ("kaczmarz", {"T": 256, "K": 128, "V": 128, "keys": "long"}, {"pieces": 2, "config": TWO}),
+    # Without decay, which would leave nothing of the state that a piece starts from.
+    "pieces": ("gated_delta_rule", {"T": 600, "B": 2, "H": 2, "Hk": 1, "state": True, **STAYS}, {"pieces": 4}),
+    "pieces, wide": ("kaczmarz", {"T": 256, "K": 128, "V": 128, "keys": "long", **STAYS}, {"pieces": 2, "config": TWO}),
+    "states walked again": ("gated_delta_rule", {"T": 150, "state": True}, {"save_states": False}),
+    "zero and negative strengths": ("gated_delta_rule", {"T": 128, "signs": True}, {}),
     "normalized": ("gated_delta_rule", {"T": 128, "keys": "long", "state": True}, INSIDE),
     "kaczmarz": ("kaczmarz", {"T": 192, "keys": "long", "double": True}, {}),
     "kaczmarz, tiny keys": ("kaczmarz", {"T": 128, "keys": "tiny"}, {}),
@@ -50,14 +54,21 @@ CASES = {
 }
 
 
-def draw(name, *, double=False, state=False, **options):
-    """Arguments of mixer `name` and an initial state or None; with `double`, strengths up to 2."""
+def draw(name, *, double=False, signs=False, state=False, **options):
+    """Arguments of mixer `name` and an initial state or None.
+
+    double: strengths up to 2. signs: some strengths are 0, some negative.
+    """
     sizes = {"B": 1, "T": 64, "Hk": 1, "H": 1, "K": 64, "V": 64, "dtype": "bfloat16"} | options
     sizes["Hk"] = options.get("Hk", sizes["H"])
     inputs = make_inputs(name, **sizes)
     strength = "eta" if "eta" in inputs else "beta"
     if double:
         inputs[strength] = 2 * inputs[strength]
+    if signs:
+        factor = np.ones(inputs[strength].shape[1], inputs[strength].dtype)
+        factor[::3], factor[1::7] = 0, -0.25
+        inputs[strength] = inputs[strength] * factor[:, None]
     sizes = {axis: sizes[axis] for axis in ("B", "Hk", "H", "K", "V")}
     return inputs, make_state(name, **sizes) if state else None
 
@@ -132,11 +143,20 @@ def check(case, report=False):
     inputs, state = draw(name, **drawn)
     call, arguments = forward(name, inputs, state, **options)
     random = np.random.default_rng(7)
+    names = ("q", "k", "v", "strength", "log_decay", "initial_state")
+    given = []
+
+    def run():
+        results, back = jax.vjp(call, *arguments)
+        given[:] = given or [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in results]
+        return results, dict(zip(names, back(tuple(given)), strict=True))
+
     with running():
-        (output, final), back = jax.vjp(call, *arguments)
-        given = [jnp.asarray(random.normal(size=x.shape), x.dtype) for x in (output, final)]
-        grads = dict(zip(("q", "k", "v", "strength", "log_decay", "initial_state"), back(tuple(given)), strict=True))
-    options = {key: value for key, value in options.items() if key not in ("config", "pieces")}
+        (output, final), grads = run()
+        if jax.default_backend() != "cpu":
+            for one, other in zip(*map(jax.tree.leaves, (((output, final), grads), run())), strict=True):
+                assert jnp.array_equal(one, other), f"{case}: another run gives other bits"
+    options = {key: value for key, value in options.items() if key not in ("config", "pieces", "save_states")}
     wanted, last = reference(name, inputs, initial_state=state, **options)
     dtype = str(output.dtype)
     assert output.dtype == inputs["v"].dtype

@@ -1,6 +1,7 @@
 """The delta rule's kernels: values, interpreted, against the token loop in float64; lowering for CUDA without a GPU."""
 
 import itertools
+import re
 import shutil
 import subprocess
 
@@ -14,7 +15,7 @@ from interpreted import run_cases
 from pallas_kernels.delta_rule.api import delta_rule, supports
 from pallas_kernels.delta_rule.tuning import Config, pieces, walk_config
 
-QUICK = ("plain", "gated", "tail", "kaczmarz, normalized")
+QUICK = ("plain", "gated", "tail", "pieces", "kaczmarz, normalized")
 
 
 def test_values():
@@ -80,6 +81,15 @@ def test_lowers_for_cuda(rule, K, V, dtype, length):
     exported = jax.export.export(both, platforms=["cuda"], disabled_checks=unchecked)(*arguments)
     # The inverses, two walks, the local gradients; of pieces, a transition and offsets each way and two chains more.
     assert exported.mlir_module().count("custom_call @mosaic_gpu") == (4 if cut == 1 else 9)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_what_is_saved_has_names(pieces):
+    """Policies of `jax.checkpoint` choose among what the backward pass keeps besides the arguments."""
+    call, arguments = forward("gated_delta_rule", *draw("gated_delta_rule", T=128), pieces=pieces, config=None)
+    traced = str(jax.make_jaxpr(lambda *x: jax.vjp(call, *x)[0])(*arguments))
+    seen = set(re.findall(r"name=delta_rule_(\w+)", traced))
+    assert seen == {"inverses", "vectors", "states", *(("transitions", "remainders") if pieces > 1 else ())}
 
 
 def test_no_tokens():
