@@ -7,15 +7,13 @@ fits float16; the two D join the weights around it. KLA's r = rsqrt(||k||^2 + ep
 are weights of rows and columns around the same K K^T, and the norms are its diagonal: they cost vectors, not passes.
 
 Floors at B, T, H, K = 8, 2048, 16, 128 in bfloat16: 67 MB of keys read, 34 MB of inverses and 7 MB of vectors written,
-0.026 ms at 4.25 TB/s. 4096 chunks of 6.3 MFLOP, 26 GFLOP, 0.036 ms at 724 TFLOP/s, of which the inverses take five
-sixths: tiles of 64 do four times the work that triangles of 64 need, in products small enough to wait for each other.
-So a multiprocessor keeps four chunks going, one for each warpgroup, each with its next keys on the way.
+0.026 ms at 4.25 TB/s. 4096 chunks of K K^T and four products of 64x64x64, 4.2 MFLOP, 17 GFLOP, 0.024 ms at 724
+TFLOP/s. The products are small and wait for each other, so a multiprocessor keeps several chunks going
+(`SOLVE_GROUPS`), one for each warpgroup, each with its next keys on the way.
 
-The inverse. Doubling from diagonal blocks of 2 to 64: X <- X - X (A o M) X, five rounds of two 64x64x64 products with
-float32 accumulators and float16 operands. As stable as forward substitution: no power of A is formed. (wgmma has no
-16x16 product, so blocks of 16 in float32 registers were not to be had.) With bfloat16 for inverse and residuals the
-errors of o and S at strengths up to 2 without decay were 5.9e-3 and 5.7e-3 (K = 64, 512 tokens, emulated, against
-float64), with float16 4.3e-3 and 3.7e-3. Rounding o alone makes 1.7e-3.
+The inverse. Diagonal blocks of 16 by forward substitution in float32, one for each warp, then doubled to 64:
+X <- X - X (A o M) X, two rounds of two 64x64x64 products with float32 accumulators and float16 operands, which have
+three bits more than bfloat16. No power of A is formed.
 
 Decays are exponentials of differences of two sums, one of multiples of 1/16, one of remainders: as good as sums over
 each span, also behind a gate that forgets everything.
@@ -167,8 +165,7 @@ def _invert(product: Products, a: Array, a_ref: Ref, x_refs: list[Ref], scratch:
 def _solve_chunk(product: Products, variant: Variant, x: dict[str, Ref]) -> None:
     """Writes the vectors of a chunk and its inverse, "solve", from k and the gates."""
     row, column = index(0), index(1)
-    with jax.named_scope("overlap"):
-        (overlap,) = product((x["k"], x["k"].T))
+    (overlap,) = product((x["k"], x["k"].T))
 
     key = value = start = kept = None
     if variant.keyed:

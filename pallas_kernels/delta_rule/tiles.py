@@ -23,9 +23,9 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 LOG2_E = math.log2(math.e)
 TILE_ROWS = 8  # of a tile in shared memory
 
-# Without barriers of the compiler around each access of shared memory (of seven vectors in a row they took longer than
-# computing them). So each kernel sees to it itself: a barrier, which `commit_smem` is, between what one thread writes
-# and another reads, and between what tensor cores or threads read and what overwrites it.
+# Without the compiler's barriers around each access of shared memory, which stop the warpgroup at every vector.
+# So each kernel sees to it itself: a barrier, which `commit_smem` is, between what one thread writes and another reads,
+# and between what tensor cores or threads read and what overwrites it.
 COMPILER = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 
 # 2^-130 is 0 in float32, up to what no product can show. A bound makes -inf harmless and the sums of a chunk exact.

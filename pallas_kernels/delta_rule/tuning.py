@@ -41,8 +41,8 @@ class Config:
                 raise ValueError(f"registers {registers} given, wanted a sum that {self.tiles + 1} warpgroups have.")
 
 
-# By value tiles of a program: what the compiler serves without spilling and without serialised products. With states to
-# save, a state warpgroup needs more registers, and that of the scores makes do with fewer.
+# By value tiles of a program; chosen by what the compiler said of spilled registers and serialised products, not by a
+# search over times. With states to save, a state warpgroup needs more registers.
 _WALK = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=192, score_registers=120)}
 _SAVING = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=208, score_registers=88)}
 
@@ -57,7 +57,10 @@ def walk_config(value_size: int, rows: int, *, saving: bool = False) -> Config:
 
 
 def pieces(rows: int, chunks: int) -> int:
-    """Into how many pieces rows of `chunks` chunks are cut, so that `rows` rows times heads fill the card."""
+    """Into how many pieces rows of `chunks` chunks are cut, so that `rows` rows times heads fill the card.
+
+    Pieces cost two more walks. By an estimate of their times, fewer than 8 do not win that back.
+    """
     count = 1
     while rows * count * 2 <= MULTIPROCESSORS and chunks >= 16 * count:
         count *= 2
