@@ -126,7 +126,7 @@ def _find(comparison: Comparison, name: str, row: Row) -> Callable[..., Any]:
     elif reason := comparison.refused(jax.devices()[0]):
         raise Skipped(f"not served: {reason}")
     else:
-        row["form"], call = KERNELS[op].name, KERNELS[op].call
+        row["form"], call = KERNELS[op].name, partial(MIXERS[op].call, implementation=KERNELS[op].name)
     if name == OURS:
         return call
     # Another mixer of ours on the same arrays, under its own name for the strength of the write.

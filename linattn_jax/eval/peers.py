@@ -25,22 +25,31 @@ except importlib.metadata.PackageNotFoundError:
     NAME = "jax-linear-attention"
 
 
+def _kind(op: str) -> tuple[Callable[..., Any], str] | None:
+    """The package's function and its name of our mixer `op`; None without one."""
+    try:
+        from jla.ops import linear_attention
+    except ImportError:
+        return None
+    return (linear_attention, _KINDS[op]) if op in _KINDS else None
+
+
+def _renamed(gates: dict[str, Array]) -> dict[str, Array]:
+    return {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
+
+
 @cache
 def find(op: str) -> Callable[..., Any] | None:
     """The package's chunkwise form in plain JAX with the arguments and results of our mixer `op`; None without one.
 
     It wants as many key heads as value heads.
     """
-    try:
-        from jla.ops import linear_attention
-    except ImportError:
+    if (found := _kind(op)) is None:
         return None
-    if op not in _KINDS:
-        return None
+    linear_attention, kind = found
 
     def call(q: Array, k: Array, v: Array, **gates: Array) -> tuple[Array, MatrixState]:
-        gates = {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
-        output, state = linear_attention(_KINDS[op], q, k, v, impl="chunked", output_final_state=True, **gates)
+        output, state = linear_attention(kind, q, k, v, impl="chunked", output_final_state=True, **_renamed(gates))
         return output, MatrixState(state)
 
     return call
@@ -52,16 +61,12 @@ def kernel(op: str) -> Callable[..., Any] | None:
 
     Shared key heads are repeated inside, as whoever calls it has to.
     """
-    try:
-        from jla.ops import linear_attention
-    except ImportError:
+    if (found := _kind(op)) is None:
         return None
-    if op not in _KINDS:
-        return None
+    linear_attention, kind = found
 
     def call(q: Array, k: Array, v: Array, **gates: Array) -> tuple[Array, None]:
-        gates = {"g" if name == "log_decay" else name: gate for name, gate in gates.items()}
         q, k = (repeat_heads(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-        return linear_attention(_KINDS[op], q, k, v, **gates)[0], None
+        return linear_attention(kind, q, k, v, **_renamed(gates))[0], None
 
     return call
