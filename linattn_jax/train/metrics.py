@@ -41,6 +41,12 @@ def peak_flops(device_kind: str) -> float | None:
     return next((peak for pattern, peak in PEAK_FLOPS if re.search(pattern, device_kind.lower())), None)
 
 
+def peak_memory() -> int | None:
+    """Most bytes that any of this process's devices has held at once, or None where they do not say (a CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
+
+
 def count_parameters(params: Any) -> dict[str, int]:
     """Parameters in all, and those that multiply activations (all but an embedding that is only looked up)."""
     sizes = {

@@ -264,6 +264,7 @@ class Run:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": latest.get("tokens_per_second"),
             "mfu": latest.get("mfu"),
+            "peak_memory_bytes": m.peak_memory(),
             "skipped": latest.get("skipped", 0),
         }
 
@@ -310,6 +311,8 @@ def summary_table(summary: dict[str, Any], run_dir: Path) -> str:
         rows.append(("speed", f"{m.short(summary['tokens_per_second'])} tokens/s"))
     if summary["mfu"] is not None:
         rows.append(("MFU", f"{100 * summary['mfu']:.1f} %"))
+    if summary["peak_memory_bytes"]:
+        rows.append(("peak memory", f"{summary['peak_memory_bytes'] / 1e9:.1f} GB of a device"))
     if summary["skipped"]:
         rows.append(("skipped steps", str(summary["skipped"])))
     rows.append(("run directory", str(run_dir)))
