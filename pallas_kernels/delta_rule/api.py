@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import interpreting
-from pallas_kernels.delta_rule import gradients, inverse, states, tuning
+from pallas_kernels.delta_rule import gradients, inverse, states, tuning, wide
 from pallas_kernels.delta_rule.pieces import chain, halves
 from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
@@ -23,7 +23,8 @@ from pallas_kernels.sharding import by_rows, plainly_typed
 
 Array = jax.Array
 
-_SIZES = (64, 128)  # of keys and values in the kernels; others are filled up with zeros
+_TILE = 64  # of which the kernels' K and V are multiples; others are filled up with zeros
+_MOST_KEYS = 256
 
 
 def _check_arguments(arrays: dict[str, Any], initial_state: Any) -> None:
@@ -55,9 +56,8 @@ def supports(q: Any, k: Any, v: Any, *, device: Any = None) -> str | None:
     """
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"the kernel takes bfloat16 and float16, not {q.dtype}"
-    sizes = k.shape[-1], v.shape[-1]
-    if max(sizes) > _SIZES[-1]:
-        return f"the kernel takes key and value sizes up to {_SIZES[-1]}, not {sizes[0]} and {sizes[1]}"
+    if k.shape[-1] > _MOST_KEYS:
+        return f"the kernel takes key sizes up to {_MOST_KEYS}, not {k.shape[-1]}"
     return None if device is None else not_hopper(device)
 
 
@@ -83,7 +83,7 @@ class _Options:
         assert k is not None
         assert inverses is not None
         width, rows = (k if v is None else v).shape[-1], inverses.shape[0] * inverses.shape[1]
-        config = self.config or tuning.walk_config(width, rows, saving=save_states and not backward)
+        config = self.config or tuning.walk_config(k.shape[-1], width, rows, saving=save_states and not backward)
         kwargs |= {"backward": backward, "save_states": save_states, "config": config, **self.common}
         return states.walk(*arrays, **kwargs)  # type: ignore[arg-type]
 
@@ -164,9 +164,8 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
     maps = tuple(x[name] for name in ("transitions", "remainders") if name in x)
     start = _starts(options, walk, maps, _turned(x["final"].astype(jnp.float32)), True)
     initial, residuals, dstates = walk(start, save_states=True)
-    dq, dk, dv, gates = gradients.run(
-        q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **options.common
-    )
+    local = gradients if max(K, v.shape[-1]) <= gradients.MOST else wide
+    dq, dk, dv, gates = local.run(q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **options.common)
 
     def by_token(x: Array) -> Array:
         return x.reshape(B, -1, *x.shape[2:])[:, :T]
@@ -265,9 +264,9 @@ def delta_rule(
     policies of `jax.checkpoint`.
 
     Args:
-        q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K up to 128.
-        v: [B, T, H, V], dtype of q; V up to 128, H a multiple of Hk. Value head h reads key head h // (H // Hk). Where
-            K or V is not 64 or 128, a copy filled up with zeros is made.
+        q, k: [B, T, Hk, K], bfloat16 or float16 (then states beyond 65504 overflow as operands); K up to 256.
+        v: [B, T, H, V], dtype of q; H a multiple of Hk. Value head h reads key head h // (H // Hk). Where K or V is no
+            multiple of 64, a copy filled up with zeros is made.
         beta: [B, T, H], strength of the write, in [0, 2 / ||k||^2].
         log_decay: [B, T, H], natural log, <= 0, -inf legal; None for no decay. What is below -90 counts as -90.
         scale: multiplies q; a number.
@@ -290,10 +289,10 @@ def delta_rule(
         raise NotImplementedError(f"delta_rule: {reason}.")
     B, T, H, V = v.shape
     K = k.shape[-1]
-    wide = {"K": next(size for size in _SIZES if size >= K), "V": next(size for size in _SIZES if size >= V)}
-    pieces = pieces or tuning.pieces(B * H, pl.cdiv(T, CHUNK))
-    if config is not None and wide["V"] % (VALUE_TILE * config.tiles):
-        tiles = wide["V"] // VALUE_TILE
+    padded = {"K": pl.cdiv(K, _TILE) * _TILE, "V": pl.cdiv(V, _TILE) * _TILE}
+    pieces = pieces or tuning.pieces(B * H, pl.cdiv(T, CHUNK), padded["K"])
+    if config is not None and padded["V"] % (VALUE_TILE * config.tiles):
+        tiles = padded["V"] // VALUE_TILE
         raise ValueError(f"config.tiles: {config.tiles} given, wanted a divisor of V / 64 = {tiles}.")
     if 0 in (B, T, H):
         state = jnp.zeros((B, H, K, V), jnp.float32)
@@ -302,7 +301,7 @@ def delta_rule(
     given = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "initial_state": initial_state}
     narrow = lambda x: jnp.asarray(x, jnp.float32 if x.dtype == jnp.float64 else None)
     arrays = {name: narrow(x) for name, x in given.items() if x is not None}
-    filled = {"q": {"K": wide["K"]}, "k": {"K": wide["K"]}, "v": {"V": wide["V"]}, "initial_state": wide}
+    filled = {"q": {"K": padded["K"]}, "k": {"K": padded["K"]}, "v": {"V": padded["V"]}, "initial_state": padded}
     arrays = {name: _fill(x, **filled[name]) if name in filled else x for name, x in arrays.items()}
     output, final = _rule(_Options(float(scale), variant, config, pieces, save_states), arrays)
     return output[..., :V], final[..., :K, :V]

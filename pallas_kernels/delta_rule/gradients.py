@@ -56,6 +56,7 @@ Array = jax.Array
 
 _C = CHUNK
 _KEY_TILE = 64  # key columns of a warpgroup
+MOST = 128  # of K and V; `wide` takes more
 _EARLY = ("states", "solve", "v", "outputs", "residuals", "dstates")  # copied for the first half of a chunk
 
 

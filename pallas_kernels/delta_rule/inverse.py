@@ -222,7 +222,7 @@ def solve(
     """
     B, _, Hk, K = k.shape
     H, N = beta.shape[1], beta.shape[2] // _C
-    groups = SOLVE_GROUPS
+    groups = SOLVE_GROUPS if K <= 128 else 2  # as far as shared memory goes
     programs = min(MULTIPROCESSORS, pl.cdiv(B * H * N, groups))
     stride = programs * groups
     product = Products(interpret is not None)

@@ -61,6 +61,7 @@ from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 Array = jax.Array
 
 _C = CHUNK
+_PART = 128  # key columns of a state that are narrow at once, as far as registers go
 _SLOTS = 2  # scores of chunks: one being read, one being written
 
 
@@ -72,6 +73,19 @@ def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref])
     plgpu.commit_smem()
 
 
+def _from_state(product: Products, state: Array, x: Ref) -> Array:
+    """The transposed state [64 v, K] times `x` [C, K], transposed: narrow copies are of `_PART` columns at a time."""
+    parts = [pl.ds(at, min(_PART, state.shape[1] - at)) for at in range(0, state.shape[1], _PART)]
+    total: tuple[Array, ...] | None = None
+    for part in parts:
+        # The barrier keeps the copies from being made all at once.
+        narrow = state[:, part.start : part.start + part.size].astype(x.dtype)
+        total = product((narrow, x.at[:, part].T), add=total)
+        state = state if part is parts[-1] else lax.optimization_barrier(state)
+    assert total is not None
+    return total[0]
+
+
 def _advance(
     product: Products, variant: Variant, state: Array, x: dict[str, Ref], wait: Callable[[], None] | None
 ) -> tuple[Array | None, Array]:
@@ -81,7 +95,7 @@ def _advance(
     without "v" the values are zeros.
     """
     dtype = x["k"].dtype
-    (expected,) = product((state.astype(dtype), x["k"].T))
+    expected = _from_state(product, state, x["k"])
     residual = expected * -weight(x["erase" if "erase" in x else "value"])
     if "v" in x:
         residual = residual + plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32) * weight(x["value"])
@@ -92,12 +106,16 @@ def _advance(
     writes = (errors * weight(x["write"])).astype(dtype)
     # The narrow copy of the state is made again: kept, it would take 32 registers through all of the above.
     state = lax.optimization_barrier(state)
-    memory = state.astype(dtype)
+    wide = state.shape[1] > _PART
+    memory = _from_state(product, state, x["q"]) if wide and wait is not None else state.astype(dtype)
     if variant.gated:
         state = state * x["start"][_C - 1]
     if wait is None:
         return None, product((writes, x["k"]), add=(state,))[0]
-    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
+    if wide:
+        output, (state,) = memory, product((writes, x["k"]), add=(state,))
+    else:
+        output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
     wait()
     (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight(x["read"]),))
     return output, state
@@ -111,7 +129,7 @@ def _retreat(
     state: the gradient of the state after the chunk. x: as for `_advance`, with the outputs' gradients for "v".
     """
     dtype = x["k"].dtype
-    (errors,) = product((state.astype(dtype), x["k"].T))
+    errors = _from_state(product, state, x["k"])
     outputs = plgpu.load(x["v"].T, layout=TILE)
     errors = errors * weight(x["write"])
     assert wait is not None
@@ -248,24 +266,33 @@ def walk(
             def _chunk(n: Array) -> None:
                 stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
 
-                # Frees the slot of chunk n - 2 and the stage of chunk n + 1, which are two and three chunks old.
-                @pl.when(n >= _SLOTS)
-                def _freed() -> None:
-                    plgpu.barrier_wait(consumed.at[lax.rem(n - _SLOTS, stages)])
+                def freed(age: int) -> None:
+                    @pl.when(n >= age)
+                    def _wait() -> None:
+                        plgpu.barrier_wait(consumed.at[lax.rem(n - age, stages)])
 
-                @pl.when(n + 1 < N)
-                def _fetch() -> None:
-                    fetch(n + 1)
+                def fetch_next() -> None:
+                    @pl.when(n + 1 < N)
+                    def _fetch() -> None:
+                        fetch(n + 1)
 
+                # With three stages, chunk n - 2 frees the slot that this chunk's scores go to, and the stage of chunk
+                # n + 1. With two, the slot was freed a chunk ago, and chunk n - 1 frees the stage.
+                if stages == 3:
+                    freed(_SLOTS)
+                    fetch_next()
                 if scored:
                     plgpu.barrier_wait(arrived.at[stage])
                     x = at(stage) | {name: ref.at[slot] for name, ref in prepared.items()}
                     x |= {name: loaded[name].at[slot] for name in sums}
                     _score(product, variant, scale, x)
                     plgpu.barrier_arrive(ready.at[slot])
+                if stages == 2:
+                    freed(1)
+                    fetch_next()
 
             # Every completion of a barrier has to be seen by those who wait on it.
-            for n in range(max(N - _SLOTS, 0), N):
+            for n in range(max(N - (stages - 1), 0), N):
                 plgpu.barrier_wait(consumed.at[n % stages])
 
         @pl.when(group < tiles)

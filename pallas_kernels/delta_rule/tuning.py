@@ -16,7 +16,8 @@ class Config:
     """How one program of the forward kernel is laid out.
 
     tiles: state warpgroups per program, 64 value columns each; the rest of V goes to further programs.
-    stages: buffers of q, k and v; chunks n, n - 1 (whose state may still be read) and n + 1 (arriving) need three.
+    stages: buffers of q, k and v: three, for chunks n, n - 1 (whose state may still be read) and n + 1 (arriving), or
+        two, where keys are too large for three: what arrives then waits for what is read.
     state_registers, score_registers: per thread, multiples of 8; None leaves both at what the launch gives.
     """
 
@@ -28,8 +29,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.tiles not in (1, 2):
             raise ValueError(f"tiles: {self.tiles} given, wanted 1 or 2.")
-        if self.stages != 3:
-            raise ValueError(f"stages: {self.stages} given, wanted 3.")
+        if self.stages not in (2, 3):
+            raise ValueError(f"stages: {self.stages} given, wanted 2 or 3.")
         registers = (self.state_registers, self.score_registers)
         if (registers[0] is None) != (registers[1] is None):
             raise ValueError(f"state_registers, score_registers: {registers} given, wanted both or neither.")
@@ -47,21 +48,27 @@ _WALK = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=192, score_regis
 _SAVING = {1: Config(tiles=1), 2: Config(tiles=2, state_registers=208, score_registers=88)}
 
 
-def walk_config(value_size: int, rows: int, *, saving: bool = False) -> Config:
-    """The settings for V = `value_size` and `rows` rows times heads; saving: for the forward walk that saves states.
+def walk_config(key_size: int, value_size: int, rows: int, *, saving: bool = False) -> Config:
+    """The settings for such K and V and `rows` rows times heads; saving: for the forward walk that saves states.
 
-    As many state warpgroups in a program as there are value tiles; one, where programs for each tile find room at once.
+    Two state warpgroups in a program, so that they share its scores; one, where programs for each value tile find room
+    at once, where the tiles are odd in number, or where K is beyond 128, of which one alone fills the registers.
     """
     tiles = value_size // VALUE_TILE
-    return (_SAVING if saving else _WALK)[1 if tiles * rows <= MULTIPROCESSORS else tiles]
+    if key_size > 128:
+        return Config(tiles=1, stages=2)
+    return (_SAVING if saving else _WALK)[1 if tiles * rows <= MULTIPROCESSORS or tiles % 2 else 2]
 
 
-def pieces(rows: int, chunks: int) -> int:
+def pieces(rows: int, chunks: int, key_size: int = 128) -> int:
     """Into how many pieces rows of `chunks` chunks are cut, so that `rows` rows times heads fill the card.
 
-    Pieces cost two more walks. By an estimate of their times, fewer than 8 do not win that back.
+    Pieces cost two more walks. By an estimate of their times, fewer than 8 do not win that back. `pieces.chain` holds
+    transitions of up to 128 x 128.
     """
     count = 1
+    if key_size > 128:
+        return count
     while rows * count * 2 <= MULTIPROCESSORS and chunks >= 16 * count:
         count *= 2
     return count if count >= 8 else 1

@@ -1,6 +1,7 @@
 """Runs the mixers on their kernels, on the cases named by the arguments, against their token scan in float32.
 
-On a CPU the kernels run interpreted, on a GPU as they are. A program of its own for the reason that `delta_rule_program` gives.
+On a CPU the kernels run interpreted, on a GPU as they are. A program of its own for the reason that
+`delta_rule_program` gives.
 """
 
 import sys
