@@ -14,7 +14,8 @@ again: delete it to do so. `experiments.bench_mixers` goes over mixers and lengt
 
 With --against=peers our kernel, `ours`, stands beside the packages that are installed of jax-linear-attention, FLA
 (flash-linear-attention) and FlashQLA; `kaczmarz`, which no package has, beside our `gated_delta_rule`, whose time it
-should take. With --against=chunkwise it stands beside our own form in plain JAX. All get the same inputs: q and k of
+should take. With --against=chunkwise it stands beside our own form in plain JAX, with --against=packed beside itself on
+rows of documents of 512 tokens on average. All get the same inputs: q and k of
 unit norm, in the type of --dtype, decays log sigmoid and strengths sigmoid of normal numbers, float32.
 
 * Gate: output, final state and all gradients on the first 2,048 tokens of the last row and key head, against the token
@@ -47,7 +48,7 @@ from linattn_jax.mixers.dispatch import MIXERS
 from linattn_jax.provenance import commit, facts
 from linattn_jax.types import UserError
 
-# Batch, time, heads of keys and values, sizes: ours, then FlashQLA's published ones, then one that is not served yet.
+# Batch, time, heads of keys and values, sizes: ours, then FlashQLA's published ones, then a wide one.
 SHAPES = (
     "8x2048x16x16x128x128", "1x16384x16x16x128x128", "1x65536x8x8x128x128", "8x2048x16x16x64x64",
     "1x8192x16x32x128x128", "1x32768x16x64x128x128", "1x32768x2x4x128x128", "4x4096x6x6x256x512",
@@ -68,7 +69,9 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the inputs.")
 _OUTPUT = flags.DEFINE_string(
     "output", None, "JSON file; default bench_<op>.json, with --against bench_<op>_<against>.json, under runs/."
 )
-_AGAINST = flags.DEFINE_enum("against", None, ["peers", "chunkwise"], "Hold the mixer's kernel against these.")
+_AGAINST = flags.DEFINE_enum(
+    "against", None, ["peers", "chunkwise", "packed"], "Hold the mixer's kernel against these."
+)
 _SHAPES = flags.DEFINE_list(
     "shapes", None, f"BxTxHkxHxKxV of --against, separated by commas; default {','.join(SHAPES)}."
 )

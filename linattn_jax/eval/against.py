@@ -24,7 +24,8 @@ from linattn_jax.eval.tolerances import limit, relative_l2
 from linattn_jax.mixers.dispatch import MIXERS
 from linattn_jax.types import Array
 
-OURS = "ours"
+OURS, PACKED = "ours", "ours, packed"
+DOCUMENT = 512  # tokens of a document of packed rows, on average
 TOKENS = 2048  # of the last row are held against float64
 LAUNCHES = 20  # of which the median is taken
 # Bytes per second that a large copy on the device moves, read and written, by the name that JAX gives the device.
@@ -34,7 +35,7 @@ Row = dict[str, Any]
 
 
 class Comparison(NamedTuple):
-    """What is compared. against: "peers" or "chunkwise"; smoke: ours is replaced by its chunkwise form, for a CPU."""
+    """What is compared. against: "peers", "chunkwise" or "packed"; smoke: ours is replaced by its chunkwise form, for a CPU."""
 
     op: str
     shape: timing.Shape
@@ -45,7 +46,10 @@ class Comparison(NamedTuple):
 
     def implementations(self) -> tuple[str, ...]:
         """Ours and what it is compared with, in the order in which they are measured."""
-        return (OURS, *(KERNELS[self.op].peers if self.against == "peers" else ("chunkwise",)))
+        return (
+            OURS,
+            *{"peers": KERNELS[self.op].peers, "chunkwise": ("chunkwise",), "packed": (PACKED,)}[self.against],
+        )
 
     def settings(self) -> Row:
         """What a row says of the comparison; N and M are of other mixers."""
@@ -119,7 +123,7 @@ def _find(comparison: Comparison, name: str, row: Row) -> Callable[..., Any]:
         return call
     if name == "chunkwise":
         return partial(mixer.call, implementation="chunkwise")
-    op = comparison.op if name == OURS else name
+    op = comparison.op if name in (OURS, PACKED) else name
     if comparison.smoke:
         row["form"] = "chunkwise, in place of the kernel"
         call = partial(MIXERS[op].call, implementation="chunkwise")
@@ -127,6 +131,9 @@ def _find(comparison: Comparison, name: str, row: Row) -> Callable[..., Any]:
         raise Skipped(f"not served: {reason}")
     else:
         row["form"], call = KERNELS[op].name, partial(MIXERS[op].call, implementation=KERNELS[op].name)
+    if name == PACKED:
+        starts = np.random.default_rng(comparison.seed).random((comparison.shape.B, comparison.shape.T)) < 1 / DOCUMENT
+        return partial(call, segment_ids=jnp.asarray(np.cumsum(starts, 1), jnp.int32))
     if name == OURS:
         return call
     # Another mixer of ours on the same arrays, under its own name for the strength of the write.
@@ -186,7 +193,7 @@ def _measure_jax(comparison: Comparison, name: str, inputs: Any, wanted: Row, ro
     if state is not None:
         seen["state"] = state.S[_slices(comparison, "B H K V")]
     seen |= {f"d{n}": grads[n][_slices(comparison, a.axes)] for n, a in mixer.arguments.items()}
-    if name not in MIXERS:  # another mixer has other values
+    if name not in (PACKED, *MIXERS):  # which have other values
         _judge(row, wanted, seen, comparison.dtype)
     del output, state, grads, seen
     row["finite"] = bool(_all_finite(both(*inputs)))

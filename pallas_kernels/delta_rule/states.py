@@ -61,7 +61,8 @@ from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 Array = jax.Array
 
 _C = CHUNK
-_PART = 128  # key columns of a state that are narrow at once, as far as registers go
+_MOST = 128  # key columns of a state that are narrow all at once, as far as registers go
+_PART = 64  # of wider states, at once
 _SLOTS = 2  # scores of chunks: one being read, one being written
 
 
@@ -73,17 +74,18 @@ def _score(product: Products, variant: Variant, scale: float, x: dict[str, Ref])
     plgpu.commit_smem()
 
 
-def _from_state(product: Products, state: Array, x: Ref) -> Array:
-    """The transposed state [64 v, K] times `x` [C, K], transposed: narrow copies are of `_PART` columns at a time."""
-    parts = [pl.ds(at, min(_PART, state.shape[1] - at)) for at in range(0, state.shape[1], _PART)]
+def _from_state(product: Products, state: Array, *refs: Ref) -> tuple[Array, ...]:
+    """The transposed state [64 v, K] times each of `refs` [C, K], transposed."""
+    K = state.shape[1]
+    width = K if K <= _MOST else _PART
     total: tuple[Array, ...] | None = None
-    for part in parts:
-        # The barrier keeps the copies from being made all at once.
-        narrow = state[:, part.start : part.start + part.size].astype(x.dtype)
-        total = product((narrow, x.at[:, part].T), add=total)
-        state = state if part is parts[-1] else lax.optimization_barrier(state)
+    for at in range(0, K, width):
+        # The barrier keeps the narrow copies from being made all at once.
+        state = state if at == 0 else lax.optimization_barrier(state)
+        narrow = state[:, at : at + width].astype(refs[0].dtype)
+        total = product(*((narrow, x.at[:, pl.ds(at, width)].T) for x in refs), add=total)
     assert total is not None
-    return total[0]
+    return total
 
 
 def _advance(
@@ -95,7 +97,9 @@ def _advance(
     without "v" the values are zeros.
     """
     dtype = x["k"].dtype
-    expected = _from_state(product, state, x["k"])
+    # With a wide state the tensor cores cannot work on output and state at once, for want of registers.
+    wide = state.shape[1] > _MOST and wait is not None
+    expected, *read = _from_state(product, state, *((x["k"], x["q"]) if wide else (x["k"],)))
     residual = expected * -weight(x["erase" if "erase" in x else "value"])
     if "v" in x:
         residual = residual + plgpu.load(x["v"].T, layout=TILE).astype(jnp.float32) * weight(x["value"])
@@ -104,18 +108,20 @@ def _advance(
     (errors,) = product((residual, x["solve"].T))
     errors = errors * by_row(size)
     writes = (errors * weight(x["write"])).astype(dtype)
+    if wide:
+        assert wait is not None
+        wait()
+        (output,) = product((errors.astype(dtype), x["scores"].T), add=(read[0] * weight(x["read"]),))
+        state = state * x["start"][_C - 1] if variant.gated else state
+        return output.astype(dtype), product((writes, x["k"]), add=(state,))[0]
     # The narrow copy of the state is made again: kept, it would take 32 registers through all of the above.
     state = lax.optimization_barrier(state)
-    wide = state.shape[1] > _PART
-    memory = _from_state(product, state, x["q"]) if wide and wait is not None else state.astype(dtype)
+    memory = state.astype(dtype)
     if variant.gated:
         state = state * x["start"][_C - 1]
     if wait is None:
         return None, product((writes, x["k"]), add=(state,))[0]
-    if wide:
-        output, (state,) = memory, product((writes, x["k"]), add=(state,))
-    else:
-        output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
+    output, state = product((memory, x["q"].T), (writes, x["k"]), add=(zeros(VALUE_TILE, _C), state))
     wait()
     (output,) = product((errors.astype(dtype), x["scores"].T), add=(output * weight(x["read"]),))
     return output, state
@@ -129,7 +135,7 @@ def _retreat(
     state: the gradient of the state after the chunk. x: as for `_advance`, with the outputs' gradients for "v".
     """
     dtype = x["k"].dtype
-    errors = _from_state(product, state, x["k"])
+    (errors,) = _from_state(product, state, x["k"])
     outputs = plgpu.load(x["v"].T, layout=TILE)
     errors = errors * weight(x["write"])
     assert wait is not None
