@@ -35,7 +35,10 @@ Row = dict[str, Any]
 
 
 class Comparison(NamedTuple):
-    """What is compared. against: "peers", "chunkwise" or "packed"; smoke: ours is replaced by its chunkwise form, for a CPU."""
+    """What is compared.
+
+    against: "peers", "chunkwise" or "packed". smoke: ours is replaced by its chunkwise form, for a CPU.
+    """
 
     op: str
     shape: timing.Shape
