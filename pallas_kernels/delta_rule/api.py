@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import interpreting
 from pallas_kernels.delta_rule import gradients, inverse, states, tuning, wide
-from pallas_kernels.delta_rule.pieces import chain, halves
+from pallas_kernels.delta_rule.pieces import chain, forgotten, halves
 from pallas_kernels.delta_rule.tiles import LEAST_LOG2_DECAY, LEAST_STRENGTH, LOG2_E, TILE_ROWS, Variant
 from pallas_kernels.delta_rule.tuning import CHUNK, VALUE_TILE, Config
 from pallas_kernels.devices import not_hopper
@@ -122,12 +122,18 @@ def _solve(options: _Options, k: Array, beta: Array, log_decay: Array | None) ->
 
 
 def _starts(
-    options: _Options, walk: Callable[..., Any], maps: tuple[Array, ...], initial: Array | None, backward: bool
+    options: _Options,
+    walk: Callable[..., Any],
+    maps: tuple[Array, ...],
+    vectors: Array,
+    initial: Array | None,
+    backward: bool,
 ) -> Array | None:
     """The transposed states that the pieces' walks start from; walk: from zeros, without results."""
     if options.pieces == 1:
         return initial
-    (offsets,) = walk(None, results=False)
+    begin = forgotten(vectors, options.variant, backward=backward)[0] if options.variant.gated else None
+    (offsets,) = walk(None, results=False, begin=begin)
     split = lambda x: x.reshape(-1, options.pieces, *x.shape[1:])
     high, low = map(split, maps)
     interpret = options.common["interpret"]
@@ -142,11 +148,12 @@ def _forward(options: _Options, x: dict[str, Array]) -> tuple[tuple[Array, Array
     inverses, vectors = _solve(options, k, x["beta"], x.get("log_decay"))
     maps: tuple[Array, ...] = ()
     if options.pieces > 1:
-        (transitions,) = options.walk(q, k, None, inverses, vectors, None, results=False)
+        begin = forgotten(vectors, options.variant)[1] if options.variant.gated else None
+        (transitions,) = options.walk(q, k, None, inverses, vectors, None, results=False, begin=begin)
         maps = halves(transitions)
     walk = partial(options.walk, q, k, v, inverses, vectors)
     initial = _turned(x["initial_state"].astype(jnp.float32)) if "initial_state" in x else None
-    final, output, *saved = walk(_starts(options, walk, maps, initial, False), save_states=options.save_states)
+    final, output, *saved = walk(_starts(options, walk, maps, vectors, initial, False), save_states=options.save_states)
     result = output.reshape(B, -1, H, V)[:, :T], _turned(final.reshape(B, -1, *final.shape[1:])[:, -1])
     if not options.save_states:
         return result, {}
@@ -162,7 +169,7 @@ def _backward(options: _Options, x: dict[str, Array]) -> dict[str, Array]:
     inverses, vectors = x["inverses"], x["vectors"]
     walk = partial(options.walk, q, k, output, inverses, vectors, backward=True)
     maps = tuple(x[name] for name in ("transitions", "remainders") if name in x)
-    start = _starts(options, walk, maps, _turned(x["final"].astype(jnp.float32)), True)
+    start = _starts(options, walk, maps, vectors, _turned(x["final"].astype(jnp.float32)), True)
     initial, residuals, dstates = walk(start, save_states=True)
     local = gradients if max(K, v.shape[-1]) <= gradients.MOST else wide
     dq, dk, dv, gates = local.run(q, k, v, output, residuals, x["states"], dstates, inverses, vectors, **options.common)

@@ -2,7 +2,9 @@
 
 A piece maps the state before it to M S + R. R is the last state of a walk from zeros, M that of a walk from the
 identity without values, both without outputs (`states.walk`). `chain` combines them, from the first piece to the last,
-or for gradients, which M^T takes from a piece's end to its start, from the last to the first. No state is guessed.
+or for gradients, which M^T takes from a piece's end to its start, from the last to the first. No state is guessed. But
+where the decay over a piece is a factor that float32 does not hold, M is 0, and R has nothing of the chunks before
+(`forgotten`): what decays so costs no walk.
 
 Floors at B, T, H, K, V = 1, 16384, 16, 128, 128 in 8 pieces: 25 MB, 0.006 ms, and 8 products of [64, 128] by
 [128, 128], three times for the digits, one after the other in 32 programs.
@@ -18,7 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.delta_rule.tiles import COMPILER, TILE, Products, Ref, tiles_buffer, zeros
+from pallas_kernels.delta_rule.tiles import (
+    COMPILER,
+    LEAST_LOG2_DECAY,
+    TILE,
+    Products,
+    Ref,
+    Variant,
+    tiles_buffer,
+    zeros,
+)
 from pallas_kernels.delta_rule.tuning import VALUE_TILE
 
 Array = jax.Array
@@ -28,6 +39,19 @@ def halves(maps: Array) -> tuple[Array, Array]:
     """float32 as the sum of two bfloat16, which has 16 binary digits."""
     high = maps.astype(jnp.bfloat16)
     return high, (maps - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def forgotten(vectors: Array, variant: Variant, *, backward: bool = False) -> tuple[Array, Array]:
+    """How many of a piece's first chunks its R, and its M, may leave out, each int32 [B, H]; of M it is none or all.
+
+    First in the order of the walk, from the last chunk backward. Left out is what decays by 2^-130 on the way.
+
+    vectors: of `inverse.solve`, [B, H, N, names, 64], of a gated rule.
+    """
+    ends = [vectors[:, :, :, variant.vectors.index(name), -1] for name in ("coarse", "fine")]
+    decays = lax.cumsum(ends[0] + ends[1], 2, reverse=not backward)  # from each chunk on, or up to it
+    count = jnp.sum(decays <= LEAST_LOG2_DECAY, 2, dtype=jnp.int32)
+    return jnp.maximum(count - 1, 0), jnp.where(count > 0, jnp.int32(vectors.shape[2]), 0)
 
 
 def chain(

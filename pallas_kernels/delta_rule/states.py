@@ -166,6 +166,7 @@ def walk(
     backward: bool = False,
     results: bool = True,
     save_states: bool = False,
+    begin: Array | None = None,
     interpret: Any = None,
 ) -> tuple[Array, ...]:
     """The transposed last state [B, H, V, K] in float32; where asked for, output [B, T, H, V] and states before chunks.
@@ -181,6 +182,8 @@ def walk(
         initial_state: transposed, [B, H, V, K], of the first chunk of the walk; None for zeros.
         results: whether there is an output.
         save_states: whether there are states, [B, H, N, V, K] in the dtype of k.
+        begin: how many of the first chunks of each walk to leave out, int32 [B, H], 0 to N; if any, it starts from
+            zeros. None for none. Without results only.
     """
     B, T, Hk, K = k.shape
     H, N = inverses.shape[1:3]
@@ -199,6 +202,8 @@ def walk(
         inputs["v"] = v
     if initial_state is not None:
         inputs["initial"] = initial_state
+    if begin is not None:
+        inputs["begin"] = begin
     outputs = {"final": jax.ShapeDtypeStruct((B, H, V, K), jnp.float32)}
     if results:
         outputs["output"] = jax.ShapeDtypeStruct((B, T, H, V), dtype)
@@ -235,7 +240,13 @@ def walk(
         part, head = lax.rem(program, parts), lax.rem(lax.div(program, parts), H)
         batch = lax.div(program, parts * H)
         key_head = lax.div(head, H // Hk)
-        place = lambda n: N - 1 - n if backward else n
+        skipped = jnp.int32(0) if begin is None else hbm["begin"][batch, head]
+        count = N if begin is None else N - skipped
+
+        def place(n: Any) -> Any:
+            """The chunk that is the n-th of the walk."""
+            n = n if begin is None else n + skipped
+            return N - 1 - n if backward else n
 
         def fetch(n: Any) -> None:
             stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
@@ -266,9 +277,9 @@ def walk(
         @pl.when(group == tiles)
         def _score_chunks() -> None:
             set_registers(config.score_registers)
-            fetch(jnp.int32(0))
+            pl.when(count > 0)(lambda: fetch(jnp.int32(0)))
 
-            @pl.loop(0, N)
+            @pl.loop(0, count)
             def _chunk(n: Array) -> None:
                 stage, slot = lax.rem(n, stages), lax.rem(n, _SLOTS)
 
@@ -278,7 +289,7 @@ def walk(
                         plgpu.barrier_wait(consumed.at[lax.rem(n - age, stages)])
 
                 def fetch_next() -> None:
-                    @pl.when(n + 1 < N)
+                    @pl.when(n + 1 < count)
                     def _fetch() -> None:
                         fetch(n + 1)
 
@@ -298,8 +309,11 @@ def walk(
                     fetch_next()
 
             # Every completion of a barrier has to be seen by those who wait on it.
-            for n in range(max(N - (stages - 1), 0), N):
-                plgpu.barrier_wait(consumed.at[n % stages])
+            for age in reversed(range(1, stages)):
+
+                @pl.when(count >= age)
+                def _last(age: int = age) -> None:
+                    plgpu.barrier_wait(consumed.at[lax.rem(count - age, stages)])
 
         @pl.when(group < tiles)
         def _advance_state() -> None:
@@ -311,7 +325,8 @@ def walk(
                 at_row, at_column = (
                     plgpu.broadcasted_iota(jnp.int32, (VALUE_TILE, K), axis, layout=TILE) for axis in (0, 1)
                 )
-                first = jnp.where(at_row + (part * tiles + group) * VALUE_TILE == at_column, 1.0, 0.0)
+                one = 1.0 if begin is None else jnp.where(skipped == 0, 1.0, 0.0)
+                first = jnp.where(at_row + (part * tiles + group) * VALUE_TILE == at_column, one, 0.0)
             else:
                 first = zeros(VALUE_TILE, K)
 
@@ -349,7 +364,7 @@ def walk(
                     send(sends, write_output, hbm["output"].at[batch, pl.ds(place(n) * _C, _C), head, columns])
                 return state
 
-            last = lax.fori_loop(0, N, chunk, first)
+            last = lax.fori_loop(0, count, chunk, first)
             hbm["final"].at[batch, head, columns][...] = last
             plgpu.wait_smem_to_gmem(0)
 

@@ -63,12 +63,12 @@ def walk_config(key_size: int, value_size: int, rows: int, *, saving: bool = Fal
 def pieces(rows: int, chunks: int, key_size: int = 128) -> int:
     """Into how many pieces rows of `chunks` chunks are cut, so that `rows` rows times heads fill the card.
 
-    Pieces cost two more walks. By an estimate of their times, fewer than 8 do not win that back. `pieces.chain` holds
-    transitions of up to 128 x 128.
+    Pieces cost up to two more walks without outputs. By an estimate of their times, fewer than 4 do not win that back.
+    `pieces.chain` holds transitions of up to 128 x 128.
     """
     count = 1
     if key_size > 128:
         return count
     while rows * count * 2 <= MULTIPROCESSORS and chunks >= 16 * count:
         count *= 2
-    return count if count >= 8 else 1
+    return count if count >= 4 else 1

@@ -44,6 +44,13 @@ CASES = {
     # Without decay, which would leave nothing of the state that a piece starts from.
     "pieces": ("gated_delta_rule", {"T": 600, "B": 2, "H": 2, "Hk": 1, "state": True, **STAYS}, {"pieces": 4}),
     "pieces, wide": ("kaczmarz", {"T": 256, "K": 128, "V": 128, "keys": "long", **STAYS}, {"pieces": 2, "config": TWO}),
+    # One piece of four forgets everything inside; all pieces forget early and late.
+    "a piece forgets": (
+        "gated_delta_rule",
+        {"T": 1024, "state": True, "forget": 400, **STAYS},
+        {"pieces": 4},
+    ),
+    "pieces forget": ("kaczmarz", {"T": 500, "state": True, "decay": -1.0, "keys": "long"}, {"pieces": 2}),
     "keys of 256": ("gated_delta_rule", {"T": 200, "K": 256, "V": 64, "state": True}, {"config": None}),
     "256 by 512": ("kaczmarz", {"T": 128, "K": 256, "V": 512, "keys": "long"}, {"config": None}),
     "192 by 192": ("gated_delta_rule", {"T": 192, "K": 192, "V": 192, "H": 2, "Hk": 1}, {"config": None, **INSIDE}),
@@ -59,10 +66,10 @@ CASES = {
 }
 
 
-def draw(name, *, double=False, signs=False, state=False, **options):
+def draw(name, *, double=False, signs=False, forget=None, state=False, **options):
     """Arguments of mixer `name` and an initial state or None.
 
-    double: strengths up to 2. signs: some strengths are 0, some negative.
+    double: strengths up to 2. signs: some strengths are 0, some negative. forget: a token that forgets everything.
     """
     sizes = {"B": 1, "T": 64, "Hk": 1, "H": 1, "K": 64, "V": 64, "dtype": "bfloat16"} | options
     sizes["Hk"] = options.get("Hk", sizes["H"])
@@ -70,6 +77,8 @@ def draw(name, *, double=False, signs=False, state=False, **options):
     strength = "eta" if "eta" in inputs else "beta"
     if double:
         inputs[strength] = 2 * inputs[strength]
+    if forget is not None:
+        inputs["log_decay"][:, forget] = -np.inf
     if signs:
         factor = np.ones(inputs[strength].shape[1], inputs[strength].dtype)
         factor[::3], factor[1::7] = 0, -0.25
