@@ -50,16 +50,25 @@ def rotated(argument, values, count, names=frozenset(MIXERS)):
 
 
 every_form = each()
-# Rows that take long, on one mixer of each family; the others are in the long test.
-every_family = pytest.mark.parametrize(
+
+
+def families(*forms):
+    """These forms of one mixer of each family, for what takes long; the others are in the long test."""
+    quick = lambda name, form: name in FAMILIES and form in forms
+    params = [pytest.param(*pair, marks=() if quick(*pair) else pytest.mark.slow) for pair in FORMS]
+    return pytest.mark.parametrize(("name", "form"), params)
+
+
+every_family = families("recurrent", "chunkwise")
+# What decides the associative forms: one for each way of combining, by matrices, by VLA's penalties, by numbers.
+COMBINING = ("gated_delta_rule", "variational", "s4d")
+every_form_and_combination = pytest.mark.parametrize(
     ("name", "form"),
     [
-        pytest.param(name, form, marks=() if name in FAMILIES and form != "associative" else pytest.mark.slow)
+        pytest.param(name, form, marks=pytest.mark.slow if form == "associative" and name not in COMBINING else ())
         for name, form in FORMS
     ],
 )
-# Rows of the contract that decide the associative forms; the rest of them is the long test's.
-every_form_always = each(quick=("recurrent", "associative", "chunkwise"))
 DECAYING, DELTA = having("log_decay"), having("beta", "eta")
 GROUPED = {name for name, mixer in MIXERS.items() if "v" in mixer.arguments and "Hk" in mixer.arguments["q"].axes}
 
@@ -247,7 +256,7 @@ OPTIONS = {
 }
 
 
-@every_form
+@each(quick=("chunkwise",))
 def test_options_of_the_mixer(name, form):
     """Normalised queries, keys and outputs, an explicit scale, and zero rows under normalisation."""
     for options in OPTIONS.get(name, [{"scale": 0.7}]):
@@ -350,8 +359,7 @@ def packed_row(name, lengths, **sizes):
     return row, ids, documents
 
 
-@pytest.mark.core
-@every_form_always
+@every_form_and_combination
 def test_packed_rows_equal_separate_rows(name, form):
     row, ids, documents = packed_row(name, (5, 1, 20, 11))
     initial = make_state(name, B=1)
@@ -376,7 +384,7 @@ def test_packed_rows_equal_separate_rows(name, form):
         assert_close(seen, alone[key], limit(key, "float32", gradient=True), key)
 
 
-@every_form_always
+@every_form_and_combination
 def test_initial_segment_id(name, form):
     inputs = make_inputs(name, T=12)
     ids = np.full((2, 12), 3, np.int32)
@@ -394,7 +402,7 @@ def test_initial_segment_id(name, form):
     np.testing.assert_array_equal(again, output)
 
 
-@every_form_always
+@every_form_and_combination
 def test_padding_leaves_no_trace(name, form):
     """Negative ids at the left, right and inside, over NaN, in values, the final state and gradients."""
     inputs = make_inputs(name, B=1, T=37)
@@ -483,6 +491,7 @@ def test_thousands_of_one_token_documents(name, form):
 # State ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.core
 @every_family
 def test_split_anywhere(name, form):
     """Any split into calls with carried state equals one call; so do token steps and blocks of 2 to 8 tokens."""
@@ -511,7 +520,7 @@ def test_split_anywhere(name, form):
     same_state(state, "steps")
 
 
-@every_family
+@families("chunkwise")
 def test_gradients_through_states(name, form):
     """Through the initial state, and chained over four segments, equal to one float64 pass."""
     inputs = make_inputs(name, T=22)
@@ -540,7 +549,7 @@ def test_gradients_through_states(name, form):
 # Transformations ------------------------------------------------------------------------------------------------------
 
 
-@every_family
+@families("chunkwise")
 def test_transformations_agree(name, form):
     inputs = make_inputs(name, B=3, T=18)
     options = {"implementation": form, "chunk_size": 8}

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import call, make_inputs, make_state, sequences
+from cases import FAMILIES, call, make_inputs, make_state, sequences
 
 from linattn_jax import softmax_attention, softmax_attention_init
 from linattn_jax.debug import checked
 from linattn_jax.mixers.convolution import short_convolution
 from linattn_jax.mixers.dispatch import MIXERS
 
+each_mixer = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in sorted(MIXERS)]
+)
 IDS = np.array([[0] * 7 + [-1]] * 2, np.int32)
 
 
@@ -24,7 +27,7 @@ def run(name, inputs, **arrays):
     )
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
+@each_mixer
 def test_good_values_pass_and_padding_is_not_looked_at(name):
     inputs = make_inputs(name, T=8, decay=("spike", -np.inf, 3))
     inputs = {key: np.array(a) for key, a in inputs.items()}
@@ -34,7 +37,7 @@ def test_good_values_pass_and_padding_is_not_looked_at(name):
     assert np.all(np.isfinite(output))
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS))
+@each_mixer
 def test_bad_values_are_found(name):
     good = make_inputs(name, T=8)
     first = sequences(name)[0]

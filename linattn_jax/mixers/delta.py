@@ -195,7 +195,7 @@ def delta_rule(
             nothing of what stands there is read or written.
         initial_segment_id: int32 [B]; rows whose first id differs drop their initial state.
         implementation: "recurrent", "associative", "chunkwise", "mosaic_gpu" or None (the fastest that serves the
-            platform). "mosaic_gpu" serves NVIDIA Hopper: q, k and v of 16 bits, K and V up to 128, no other
+            platform). "mosaic_gpu" serves NVIDIA Hopper: q, k and v of 16 bits, K up to 256, no other
             `chunk_size` than 64; it differentiates once, in reverse. None takes it where all GPUs that JAX sees are
             such; a program lowered for one elsewhere has to name it.
         chunk_size: rows per chunk, a power of two; default 64, on a CPU 32 where K V <= 4096. Only speed and memory

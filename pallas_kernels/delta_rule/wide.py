@@ -170,7 +170,7 @@ def _errors(
         "system": jax.ShapeDtypeStruct((B, H, N, _C, _C), dtype),
         "strengths": jax.ShapeDtypeStruct((B, H, N, _C), jnp.float32),
     }
-    buffers = {
+    buffers: dict[str, Any] = {
         "shared": {
             "k": tiles_buffer((1, _C, K), dtype),
             "solve": tiles_buffer((1, _C, _C), jnp.float16),
@@ -242,7 +242,7 @@ def _errors(
             row = lambda name: plgpu.load(x[name + "_row"], layout=ROW)
             plgpu.barrier_wait(barriers["unit_there"])
 
-            def tile(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            def tile(j: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
                 step = i * mine + j
                 values = pl.ds((j * groups + which) * VALUE_TILE, VALUE_TILE)
 
@@ -374,7 +374,7 @@ def _keys(
         **{name: jax.ShapeDtypeStruct((B, T, H, K), jnp.float32 if wide else dtype) for name, wide in sent.items()},
         "sums": jax.ShapeDtypeStruct((B, H, N, K // _KEY_TILE, len(_SUMS), _C), jnp.float32),
     }
-    buffers = {
+    buffers: dict[str, Any] = {
         "tiled": {
             **{name: tiles_buffer((_STAGES, _C, VALUE_TILE), dtype) for name in ("outputs", "residuals", "errors")},
             **{name: tiles_buffer((_STAGES, VALUE_TILE, width), dtype) for name in ("states", "dstates")},
@@ -464,12 +464,12 @@ def _keys(
                 y = {name: ref.at[stage] for name, ref in tiled.items()}
                 states, dstates = y["states"].at[:, mine], y["dstates"].at[:, mine]
                 pairs = (y["outputs"], states), (y["residuals"], states), (y["errors"], dstates)
-                sums = product(*pairs, add=tuple(sums))
+                added = product(*pairs, add=tuple(sums))
                 if variant.gated:
                     stay = stay + jnp.sum(load(states) * load(dstates), axis=1)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(barriers["tile_free"].at[stage])
-                return (*sums, stay)
+                return (*added, stay)
 
             nothing = zeros(_C, _KEY_TILE)
             none = plgpu.layout_cast(jnp.zeros((VALUE_TILE,), jnp.float32), ROW)

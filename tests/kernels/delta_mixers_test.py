@@ -87,8 +87,7 @@ def test_no_other_device_takes_the_name(name):
     ("drawn", "options", "words"),
     [
         ({"dtype": "float32"}, {}, "takes bfloat16 and float16, not float32"),
-        ({"K": 192}, {}, "sizes up to 128, not 192 and 64"),
-        ({"V": 129}, {}, "sizes up to 128, not 48 and 129"),
+        ({"K": 257}, {}, "key sizes up to 256, not 257"),
         ({}, {"chunk_size": 32}, "chunks have 64 rows, not 32"),
     ],
 )

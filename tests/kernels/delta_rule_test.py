@@ -15,7 +15,7 @@ from interpreted import run_cases
 from pallas_kernels.delta_rule.api import delta_rule, supports
 from pallas_kernels.delta_rule.tuning import Config, pieces, walk_config
 
-QUICK = ("plain", "gated", "tail", "pieces", "kaczmarz, normalized")
+QUICK = ("plain", "tail", "a piece forgets", "192 by 192", "kaczmarz, normalized")
 
 
 def test_values():
@@ -50,7 +50,7 @@ RULES = [
     ("gated_delta_rule", NORMS),
     ("kaczmarz", NORMS),
 ]
-# Tokens, pieces, whether there is a state and shared key heads.
+# Tokens, pieces, whether there is a state and shared key heads. Of pieces there is one signature, as of wide states.
 LENGTHS = [(100, 1, False), (256, 1, True), (200, 2, True)]
 
 
@@ -64,13 +64,17 @@ def pairwise(rows):
         yield best
 
 
-SIGNATURES = list(itertools.product(range(len(RULES)), (64, 128), (64, 128), ("bfloat16", "float16"), LENGTHS))
-PUSHED = set(pairwise(SIGNATURES))
+TYPES = ("bfloat16", "float16")
+SIGNATURES = list(itertools.product(range(len(RULES)), (64, 128), (64, 128), TYPES, LENGTHS))
+WIDE = list(itertools.product(range(len(RULES)), (192, 256), (64, 192, 512), TYPES, LENGTHS[:2]))
+WIDE += list(itertools.product(range(len(RULES)), (64, 128), (192, 256), TYPES, LENGTHS))
+PUSHED = {*pairwise([row for row in SIGNATURES if row[-1][1] == 1]), (4, 128, 64, "float16", LENGTHS[2])}
+PUSHED |= {(4, 256, 192, "bfloat16", LENGTHS[1])}
 
 
 @pytest.mark.parametrize(
     ("rule", "K", "V", "dtype", "length"),
-    [pytest.param(*row, marks=() if row in PUSHED else pytest.mark.slow) for row in SIGNATURES],
+    [pytest.param(*row, marks=() if row in PUSHED else pytest.mark.slow) for row in (*SIGNATURES, *WIDE)],
 )
 def test_lowers_for_cuda(rule, K, V, dtype, length):
     (name, options), (T, cut, state) = RULES[rule], length
@@ -79,8 +83,10 @@ def test_lowers_for_cuda(rule, K, V, dtype, length):
     both = jax.jit(lambda *x: (lambda out, back: back(out))(*jax.vjp(call, *x)))
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     exported = jax.export.export(both, platforms=["cuda"], disabled_checks=unchecked)(*arguments)
-    # The inverses, two walks, the local gradients; of pieces, a transition and offsets each way and two chains more.
-    assert exported.mlir_module().count("custom_call @mosaic_gpu") == (4 if cut == 1 else 9)
+    # The inverses, two walks, the local gradients, these in two where states are wide; of pieces, a transition and
+    # offsets each way and two chains more.
+    wanted = 4 + (max(K, V) > 128) + (5 if cut > 1 else 0)
+    assert exported.mlir_module().count("custom_call @mosaic_gpu") == wanted
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -106,10 +112,11 @@ def test_refusals_say_why():
     assert supports(q, k, v) is None
     assert "float32" in supports(q.astype(jnp.float32), k, v)
     assert supports(q[..., :48], k[..., :48], v) is None
-    assert "192" in supports(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v)
+    assert supports(*(jnp.repeat(a, 4, axis=-1) for a in (q, k)), jnp.repeat(v, 9, axis=-1)) is None
+    assert "320" in supports(*(jnp.repeat(a, 5, axis=-1) for a in (q, k)), v)
     assert "Hopper" in supports(q, k, v, device=jax.devices("cpu")[0])
-    with pytest.raises(NotImplementedError, match="192"):
-        delta_rule(*(jnp.repeat(a, 3, axis=-1) for a in (q, k)), v, beta, scale=1.0)
+    with pytest.raises(NotImplementedError, match="320"):
+        delta_rule(*(jnp.repeat(a, 5, axis=-1) for a in (q, k)), v, beta, scale=1.0)
     with pytest.raises(ValueError, match=r"k: shape .* wanted .*K"):
         delta_rule(q, k[..., :32], v, beta, scale=1.0)
     with pytest.raises(TypeError, match="v: dtype float32 given"):
@@ -121,10 +128,14 @@ def test_refusals_say_why():
 
 
 def test_settings_are_checked():
-    assert walk_config(128, 128).tiles == 2
-    assert walk_config(128, 16).tiles == 1
+    assert walk_config(128, 128, 128).tiles == 2
+    assert walk_config(128, 128, 16).tiles == walk_config(128, 192, 128).tiles == 1
+    assert walk_config(256, 512, 128) == Config(tiles=1, stages=2)
     assert pieces(16, 256) == 8
-    assert pieces(128, 256) == pieces(16, 16) == 1
+    assert pieces(32, 128) == 4
+    assert pieces(128, 256) == pieces(64, 512) == pieces(16, 16) == pieces(16, 256, 256) == 1
+    with pytest.raises(ValueError, match="stages"):
+        Config(tiles=1, stages=4)
     with pytest.raises(ValueError, match="tiles"):
         Config(tiles=3)
     with pytest.raises(ValueError, match="registers"):

@@ -10,7 +10,6 @@ from tolerances import assert_close, limit
 
 from linattn_jax.mixers.powers import split_modes
 
-pytestmark = pytest.mark.core
 ROUNDING = 2.0**-24  # of one float32 operation
 
 
@@ -63,9 +62,17 @@ slow = pytest.mark.parametrize("decay", [1e-3, 1e-5])
 each = pytest.mark.parametrize(("name", "form"), [(name, form) for name in ("s4d", "interdomain") for form in FORMS])
 
 
-@slow
+# The slowest packed, and the less slow not; the other two are in the long test.
+@pytest.mark.parametrize(
+    ("decay", "packed"),
+    [
+        (1e-3, False),
+        (1e-5, True),
+        pytest.param(1e-3, True, marks=pytest.mark.slow),
+        pytest.param(1e-5, False, marks=pytest.mark.slow),
+    ],
+)
 @each
-@pytest.mark.parametrize("packed", [False, True])
 def test_long_rows_of_slow_modes(name, form, decay, packed):
     """8192 roundings, one a token, of which the errors add up as of independent ones: within sqrt(8192) times one."""
     T, arrays = 8192, {}

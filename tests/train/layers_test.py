@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -21,7 +23,13 @@ OPTIMIZER |= {"beta1": 0.9, "beta2": 0.95, "clip_norm": 1.0}
 ROWS, T, VOCABULARY, STEPS = 2, 8, 17, 6
 
 
-@pytest.mark.parametrize("mixer", LAYERS)
+# Forms of a layer that differ in a projection or a norm, as the papers have them; and CCQ on other layers than two.
+VARIANTS = {name for name in LAYERS if re.search("_(kla|vla|interdomain|deltanet|mamba2)$", name)}
+
+
+@pytest.mark.parametrize(
+    "mixer", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in LAYERS]
+)
 def test_trains_and_generates(mixer):
     """The loss of a batch seen again and again falls at every step; greedy text goes on the same from any prefix."""
     sizes = {"layers": 1, "width": 16, "heads": 2, "head_size": 8, "mlp_width": 16}
