@@ -517,8 +517,12 @@ def _keys(
                 plgpu.set_max_registers(GRADIENT_REGISTERS[1], action="decrease")
             pl.loop(0, count)(copy_chunk)
             # Every completion of a barrier has to be seen by those who wait on it.
-            for late in reversed(range(min(tiles, _STAGES))):
-                plgpu.barrier_wait(barriers["tile_free"].at[lax.rem(count * tiles - 1 - late, _STAGES)])
+            for late in reversed(range(_STAGES)):
+
+                @pl.when(count * tiles > late)
+                def _last(late: int = late) -> None:
+                    plgpu.barrier_wait(barriers["tile_free"].at[lax.rem(count * tiles - 1 - late, _STAGES)])
+
             plgpu.barrier_wait(barriers["unit_free"])
 
         for own in range(groups):

@@ -6,7 +6,8 @@ the others: the pool must have more threads than the kernel has warpgroups, and 
 """
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from tolerances import assert_close, limit
 
 import pallas_kernels
 from linattn_jax import gated_delta_rule
+from pallas_kernels.delta_rule import gradients as gradients_kernel
+from pallas_kernels.delta_rule import inverse, wide
 from pallas_kernels.delta_rule.api import delta_rule
 from pallas_kernels.delta_rule.tuning import Config
 
@@ -56,6 +59,9 @@ CASES = {
     "192 by 192": ("gated_delta_rule", {"T": 129, "K": 192, "V": 192, "H": 2, "Hk": 1}, {"config": None, **INSIDE}),
     "values of 256": ("delta_rule", {"T": 130, "K": 64, "V": 256, "B": 2}, {"config": TWO, "normalize_k": True}),
     "values of 320": ("gated_delta_rule", {"T": 128, "V": 320, "dtype": "float16"}, {"config": None}),
+    # A program of the kernels that share out chunks works on all of them, one after the other.
+    "one program": ("gated_delta_rule", {"T": 200, "B": 2, "H": 2, "Hk": 1}, {"programs": 1}),
+    "one program, wide": ("kaczmarz", {"T": 200, "K": 256, "V": 128, "keys": "long"}, {"config": None, "programs": 1}),
     "states walked again": ("gated_delta_rule", {"T": 150, "state": True}, {"save_states": False}),
     "zero and negative strengths": ("gated_delta_rule", {"T": 128, "signs": True}, {}),
     "normalized": ("gated_delta_rule", {"T": 128, "keys": "long", "state": True}, INSIDE),
@@ -154,6 +160,15 @@ def running():
 def check(case, report=False):
     """Asserts output and final state, and the gradients of all arguments."""
     name, drawn, options = CASES[case]
+    options = dict(options)
+    programs = options.pop("programs", gradients_kernel.MULTIPROCESSORS)
+    with ExitStack() as stack:
+        for module in (gradients_kernel, inverse, wide):
+            stack.enter_context(mock.patch.object(module, "MULTIPROCESSORS", programs))
+        _check(case, name, drawn, options, report)
+
+
+def _check(case, name, drawn, options, report):
     inputs, state = draw(name, **drawn)
     call, arguments = forward(name, inputs, state, **options)
     random = np.random.default_rng(7)
